@@ -1,0 +1,368 @@
+"""The network. This file is all of it: configuration, blocks, forward pass and the naive `generate`.
+
+One class serves every shape we support. The default is the Qwen3 shape (RoPE, RMSNorm, SwiGLU, grouped-query
+attention, QK-norm); the Llama and GPT-2 shapes are settings of the same switches. Training and inference share one
+attention code path: `Attention` works on the keys and values it is handed, and does not know whether a cache kept them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pocketgpt import checkpoint, sampling
+from pocketgpt.errors import UserError
+
+# What makes each of the world's shapes, apart from its size.
+PRESETS: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "position": "learned",
+        "norm": "layernorm",
+        "mlp": "gelu",
+        "qk_norm": False,
+        "bias": True,
+        "norm_eps": 1e-5,
+    },
+    "llama": {
+        "position": "rope",
+        "norm": "rmsnorm",
+        "mlp": "swiglu",
+        "qk_norm": False,
+        "bias": False,
+        "norm_eps": 1e-6,
+    },
+    "qwen3": {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "bias": False, "norm_eps": 1e-6},
+}
+SWITCHES = {
+    "position": ("rope", "learned"),
+    "norm": ("rmsnorm", "layernorm"),
+    "mlp": ("swiglu", "relu2", "gelu"),
+}
+
+# Takes the new keys and values of one layer, (B, n_kv_head, T, head_dim) each, and returns all that are to be attended.
+KeepKV = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT.
+
+    Raises:
+        UserError: if the sizes contradict each other, or a switch has an unknown value.
+    """
+
+    vocab_size: int = 4096  # ids
+    block_size: int = 512  # tokens: the longest context
+    n_layer: int = 6
+    n_head: int = 4  # query heads
+    n_kv_head: int = 2  # key/value heads, each shared by n_head / n_kv_head query heads (GQA, Ainslie et al. 2023)
+    n_embd: int = 256
+    head_dim: int = 0  # per head; 0: n_embd / n_head
+    n_inner: int = 0  # hidden width of the MLP; 0: 4 n_embd, or 8/3 of it for SwiGLU (equal parameters), to 64
+    position: str = "rope"
+    norm: str = "rmsnorm"
+    mlp: str = "swiglu"
+    qk_norm: bool = True  # normalise queries and keys per head (Henry et al. 2020)
+    bias: bool = False
+    tie_embeddings: bool = True
+    dropout: float = 0.0  # probability
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for key in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd"):
+            if getattr(self, key) < 1:
+                raise UserError(f"model.{key} is {getattr(self, key)}: it must be at least 1")
+        for key, allowed in SWITCHES.items():
+            if getattr(self, key) not in allowed:
+                raise UserError(f"model.{key} is {getattr(self, key)!r}: choose one of {', '.join(allowed)}")
+        if not self.head_dim and self.n_embd % self.n_head:
+            raise UserError(f"model.n_embd={self.n_embd} is not divisible by model.n_head={self.n_head}: change one")
+        if self.n_head % self.n_kv_head:
+            raise UserError(
+                f"model.n_head={self.n_head} is not divisible by model.n_kv_head={self.n_kv_head}: change one"
+            )
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"model.dropout is {self.dropout}: it must be in [0, 1)")
+        if self.position == "rope" and self.width_of_head % 2:
+            raise UserError(f"model.head_dim is {self.width_of_head}: rotary positions need an even number")
+
+    @property
+    def width_of_head(self) -> int:
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def width_of_mlp(self) -> int:
+        if self.n_inner:
+            return self.n_inner
+        return math.ceil(self.n_embd * 8 / 3 / 64) * 64 if self.mlp == "swiglu" else 4 * self.n_embd
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], where: str = "config") -> GPTConfig:
+        """From plain values. Raises UserError, naming `where`, on keys or types that are not ours."""
+        known = {field.name: type(field.default) for field in cls.__dataclass_fields__.values()}
+        for key, value in values.items():
+            if key not in known:
+                raise UserError(f"{where}: unknown model key {key!r}")
+            right = isinstance(value, (int, float) if known[key] is float else known[key])
+            if not right or (isinstance(value, bool) and known[key] is not bool):
+                raise UserError(f"{where}: model.{key} is {value!r}, it must be a {known[key].__name__}")
+        return cls(**values)
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root mean square norm (Zhang & Sennrich 2019), computed in the type of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+def make_norm(config: GPTConfig, width: int) -> nn.Module:
+    if config.norm == "layernorm":
+        return nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias)
+    return RMSNorm(width, eps=config.norm_eps)
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary position embedding (Su et al. 2021), pairing dimension i with i + head_dim/2 as Llama's weights do.
+
+    x: (B, heads, T, head_dim); rope: cosines and sines, (T, head_dim/2) or (B, 1, T, head_dim/2) each.
+    """
+    cos, sin = rope
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query causal self-attention: the only one in this repository."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.width_of_head
+        self.dropout = config.dropout
+        self.q_proj = nn.Linear(config.n_embd, self.n_head * self.head_dim, bias=config.bias)
+        self.k_proj = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=config.bias)
+        self.v_proj = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=config.bias)
+        self.o_proj = nn.Linear(self.n_head * self.head_dim, config.n_embd, bias=config.bias)
+        self.q_norm = make_norm(config, self.head_dim) if config.qk_norm else nn.Identity()
+        self.k_norm = make_norm(config, self.head_dim) if config.qk_norm else nn.Identity()
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, keep: KeepKV | None = None
+    ) -> Tensor:
+        """x: (B, T, n_embd) -> the same. mask: True where a query (row) may see a key (column); None: plain causal."""
+        batch, length, _ = x.shape
+        q = self.q_norm(self.q_proj(x).view(batch, length, self.n_head, self.head_dim)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(batch, length, self.n_kv_head, self.head_dim)).transpose(1, 2)
+        v = self.v_proj(x).view(batch, length, self.n_kv_head, self.head_dim).transpose(1, 2)
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        if keep is not None:
+            k, v = keep(k, v)
+        # `is_causal` aligns its triangle to the upper left, so it is right only when queries and keys are as many. A
+        # single query needs no mask, because it is the newest; everything in between must bring its own.
+        square = q.size(2) == k.size(2)
+        assert mask is not None or square or q.size(2) == 1, "several queries after cached keys need a mask"
+        y = F.scaled_dot_product_attention(
+            q,
+            k.to(q.dtype),
+            v.to(q.dtype),
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=mask is None and square and length > 1,
+            enable_gqa=self.n_kv_head != self.n_head,
+        )
+        return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020), squared ReLU (So et al. 2021) or GELU (tanh form, as in GPT-2)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.kind = config.mlp
+        self.up_proj = nn.Linear(config.n_embd, config.width_of_mlp, bias=config.bias)
+        if self.kind == "swiglu":
+            self.gate_proj = nn.Linear(config.n_embd, config.width_of_mlp, bias=config.bias)
+        self.down_proj = nn.Linear(config.width_of_mlp, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "swiglu":
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.kind == "relu2":
+            return self.down_proj(F.relu(self.up_proj(x)).square())
+        return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attn_norm = make_norm(config, config.n_embd)
+        self.attn = Attention(config)
+        self.mlp_norm = make_norm(config, config.n_embd)
+        self.mlp = MLP(config)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, keep: KeepKV | None = None
+    ) -> Tensor:
+        x = x + self.drop(self.attn(self.attn_norm(x), rope, mask, keep))
+        return x + self.drop(self.mlp(self.mlp_norm(x)))
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer language model."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        # Ids that may be sampled. Smaller than vocab_size when an imported model pads its vocabulary.
+        self.n_tokens = config.vocab_size
+        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        if config.position == "learned":
+            self.position = nn.Embedding(config.block_size, config.n_embd)
+        self.drop = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = make_norm(config, config.n_embd)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.embed.weight
+        if config.position == "rope":
+            half = config.width_of_head // 2
+            frequency = config.rope_theta ** (-torch.arange(half, dtype=torch.float32) / half)
+            angle = torch.outer(torch.arange(config.block_size, dtype=torch.float32), frequency)
+            self.register_buffer("cos", angle.cos(), persistent=False)
+            self.register_buffer("sin", angle.sin(), persistent=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Normal with deviation 0.02, and zero for the projections that write into the residual stream, so that every
+        block starts as the identity (Zhang et al. 2019, "Fixup")."""
+        for name, parameter in self.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+            elif parameter.dim() == 2:
+                parameter.normal_(0.0, 0.02)
+            elif name.endswith("bias"):
+                parameter.zero_()
+
+    def hidden_states(
+        self,
+        idx: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        keep: Sequence[KeepKV] | None = None,
+    ) -> Tensor:
+        """What the head reads: ids (B, T) int64 -> (B, T, n_embd).
+
+        positions: (T,) or (B, T) int64, 0..T-1 by default. mask: bool, broadcastable to (B, heads, T, keys), True where
+        a query may see a key; causal by default. keep: per layer, what hands over the keys and values (see kv_cache.py).
+        """
+        if positions is None:
+            if idx.size(1) > self.config.block_size:
+                raise ValueError(f"{idx.size(1)} tokens do not fit into block_size {self.config.block_size}")
+            positions = torch.arange(idx.size(1), device=idx.device)
+        x = self.embed(idx)
+        rope = None
+        if self.config.position == "learned":
+            x = x + self.position(positions)
+        else:
+            rope = (self.cos[positions], self.sin[positions])
+            if positions.dim() == 2:
+                rope = (rope[0].unsqueeze(1), rope[1].unsqueeze(1))
+        x = self.drop(x)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, rope, mask, keep[layer] if keep is not None else None)
+        return self.norm(x)
+
+    def forward(self, idx: Tensor) -> Any:  # a subclass returns its cache as well
+        """Token ids (B, T) int64 -> logits (B, T, vocab_size), for the token after each."""
+        return self.lm_head(self.hidden_states(idx))
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        idx: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        stop_ids: Sequence[int] = (),
+        pad_id: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continue each row of idx (B, T) by up to max_new_tokens; returns (B, T + new).
+
+        Deliberately naive: the whole context runs again for every token, which makes this the oracle that the cache is
+        compared with. temperature 0 is argmax. A row that has produced one of stop_ids goes on with pad_id; generation
+        ends when all have. Past block_size the context is cut by `sampling.window_start`. The global RNG is not used.
+        """
+        settings = sampling.Settings(temperature, top_k, top_p, min_p, repetition_penalty)
+        return sampling.generate(
+            lambda ids, start: self.last_logits(ids[:, start:]),
+            idx,
+            max_new_tokens,
+            settings,
+            block_size=self.config.block_size,
+            n_tokens=self.n_tokens,
+            stop_ids=stop_ids,
+            pad_id=pad_id,
+            generator=generator,
+        )
+
+    def last_logits(self, idx: Tensor) -> Tensor:
+        """ids (B, T) -> logits after the last of them, (B, vocab_size), without a cache."""
+        return self.lm_head(self.hidden_states(idx)[:, -1])
+
+    @classmethod
+    def from_checkpoint(cls, path: str | Path, device: str | torch.device = "cpu") -> Self:
+        """Load `ckpt_<stage>.pt` or a Hugging Face style folder, ready for inference (eval mode, float32).
+
+        Raises UserError, naming the file, when it is missing, damaged, or contradicts itself.
+        """
+        return cls.from_loaded(checkpoint.load(path), device)
+
+    @classmethod
+    def from_loaded(cls, loaded: checkpoint.Checkpoint, device: str | torch.device = "cpu") -> Self:
+        """The model of a checkpoint that has been read already."""
+        config = GPTConfig.from_dict(loaded.config, where=str(loaded.path))
+        with torch.device("meta"):
+            expected = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
+        checkpoint.verify_weights(loaded, expected, config.vocab_size)
+        model = cls(config)
+        model.load_state_dict(loaded.state_dict)
+        model.n_tokens = loaded.tokenizer.vocab_size
+        return model.to(device).eval()
+
+    def n_parameters(self) -> int:
+        """Number of parameters; a tied head counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self, length: int) -> float:
+        """Floating-point operations to train on one token in a context of `length`, forward and backward.
+
+        Six per matrix weight that a token meets (Kaplan et al. 2020), plus attention, which sees half of the context on
+        average: two products of 2 x length/2 x n_head x head_dim, three times over for forward and backward.
+        """
+        c = self.config
+        matrices = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2) + c.vocab_size * c.n_embd
+        return 6.0 * matrices + 6.0 * c.n_layer * c.n_head * c.width_of_head * length

@@ -1,0 +1,1 @@
+"""The shared library of pocketgpt. It never imports a top-level script."""

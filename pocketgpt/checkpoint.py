@@ -1,0 +1,180 @@
+"""Checkpoints: what a stage leaves behind, written atomically and read with suspicion.
+
+A stage writes `ckpt_<stage>.pt` (one dict of plain types and tensors that loads with `weights_only=True`), the folder
+`<stage>/` in Hugging Face form, and points `latest` at that folder. Either form loads through `load`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pocketgpt import chat_template, hf
+from pocketgpt.errors import UserError
+from pocketgpt.files import atomic_path
+from pocketgpt.tokenizer import Tokenizer
+
+FORMAT = 1
+STAGES = ("base", "sft", "dpo")
+WRAPPERS = ("_orig_mod.", "module.")  # prefixes that torch.compile and DDP put before parameter names
+KEYS = {
+    "format": int,
+    "stage": str,
+    "config": dict,
+    "state_dict": dict,
+    "tokenizer": str,
+    "chat_template": str,
+    "step": int,
+    "metrics": dict,
+    "run_config": dict,
+    "fingerprints": dict,
+}
+
+
+@dataclass
+class Checkpoint:
+    """A model with all it needs to be used: nothing outside of it is consulted."""
+
+    stage: str
+    config: dict[str, Any]  # GPTConfig as a dict
+    state_dict: dict[str, Tensor]
+    tokenizer: Tokenizer
+    step: int = 0  # optimizer steps of this stage
+    metrics: dict[str, Any] = field(default_factory=dict)
+    run_config: dict[str, Any] = field(default_factory=dict)  # the resolved configuration of the run
+    fingerprints: dict[str, str] = field(default_factory=dict)  # sha256 of the data it was trained on
+    path: Path = Path()  # where it was read from
+
+
+def unwrapped(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same weights under the names of the bare model."""
+    clean = {}
+    for name, tensor in state_dict.items():
+        while name.startswith(WRAPPERS):
+            name = name.removeprefix("_orig_mod.").removeprefix("module.")
+        clean[name] = tensor
+    return clean
+
+
+def save(out: Path, ckpt: Checkpoint) -> Path:
+    """Write `ckpt_<stage>.pt` and the folder `<stage>/` under `out`, and point `latest` at it. Returns the .pt path."""
+    weights = {name: tensor.detach().cpu() for name, tensor in unwrapped(ckpt.state_dict).items()}
+    path = out / f"ckpt_{ckpt.stage}.pt"
+    with atomic_path(path) as temporary:
+        torch.save(
+            {
+                "format": FORMAT,
+                "stage": ckpt.stage,
+                "config": ckpt.config,
+                "state_dict": weights,
+                "tokenizer": ckpt.tokenizer.to_json(),
+                "chat_template": chat_template.TEMPLATE,
+                "step": ckpt.step,
+                "metrics": ckpt.metrics,
+                "run_config": ckpt.run_config,
+                "fingerprints": ckpt.fingerprints,
+            },
+            temporary,
+        )
+    folder = out / ckpt.stage
+    hf.save_folder(folder, ckpt.config, weights, stage=ckpt.stage, step=ckpt.step, stop_id=ckpt.tokenizer.im_end_id)
+    ckpt.tokenizer.save(folder, ckpt.config["block_size"])
+    point(out / "latest", folder)
+    return path
+
+
+def point(link: Path, target: Path) -> None:
+    """Make `link` a symbolic link to its sibling `target`, replacing what it pointed to before in one step."""
+    temporary = link.with_name(f".{link.name}.{os.getpid()}")
+    try:
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(target.name, target_is_directory=True)
+        os.replace(temporary, link)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"{link} cannot be pointed at {target}: {error}; remove what is there") from None
+
+
+def load(path: str | Path) -> Checkpoint:
+    """Read a checkpoint: a `.pt` file of ours, or a folder in Hugging Face form.
+
+    Raises:
+        UserError: one line that names the file, if it is missing, damaged, not ours, or contradicts itself.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"{path}: no checkpoint there; train one first (make pretrain) or name another")
+    return load_folder(path) if path.is_dir() else load_file(path)
+
+
+def load_file(path: Path) -> Checkpoint:
+    try:
+        raw = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"{path}: refused, it holds more than tensors and plain values; use a checkpoint of ours"
+        ) from None
+    except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        raise UserError(f"{path}: not a readable checkpoint ({reason}); write it again or name another") from None
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        found = raw.get("format") if isinstance(raw, dict) else None
+        raise UserError(f"{path}: not a pocketgpt checkpoint of format {FORMAT} (found {found!r})")
+    for key, kind in KEYS.items():
+        if not isinstance(raw.get(key), kind):
+            raise UserError(
+                f"{path}: the entry {key!r} is missing or not a {kind.__name__}; the file is not ours or damaged"
+            )
+    try:
+        tokenizer = Tokenizer.from_json(raw["tokenizer"])
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    return Checkpoint(
+        raw["stage"],
+        raw["config"],
+        unwrapped(raw["state_dict"]),
+        tokenizer,
+        raw["step"],
+        raw["metrics"],
+        raw["run_config"],
+        raw["fingerprints"],
+        path,
+    )
+
+
+def load_folder(path: Path) -> Checkpoint:
+    config, weights, about = hf.load_folder(path)
+    return Checkpoint(
+        about.get("stage", path.name), config, weights, Tokenizer.load(path), about.get("step", 0), path=path
+    )
+
+
+def verify_weights(ckpt: Checkpoint, expected: dict[str, tuple[int, ...]], vocab_size: int) -> None:
+    """Check a checkpoint's weights against what its config makes, and its tokenizer against its vocabulary.
+
+    Raises:
+        UserError: naming the file and the first thing that does not fit.
+    """
+    where = ckpt.path
+    missing = sorted(expected.keys() - ckpt.state_dict.keys())
+    surplus = sorted(map(str, ckpt.state_dict.keys() - expected.keys()))
+    if missing or surplus:
+        what = f"has no {missing[0]}" if missing else f"has an unknown {surplus[0]}"
+        raise UserError(f"{where}: {what}: the weights are not of the model that its config describes")
+    for name, shape in expected.items():
+        tensor = ckpt.state_dict[name]
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
+            found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise UserError(f"{where}: {name} is {found}, its config says {shape}: the file is damaged or mixed up")
+        if not torch.isfinite(tensor).all():
+            raise UserError(f"{where}: {name} holds NaN or infinity: the run that wrote it had diverged")
+    if ckpt.tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"{where}: the tokenizer has {ckpt.tokenizer.vocab_size} ids and the model {vocab_size}: they do not belong together"
+        )

@@ -1,0 +1,105 @@
+"""Configuration: hydra composes the YAML files under configs/, dataclasses check them, unknown keys are errors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pocketgpt.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = ROOT / "configs"
+T = TypeVar("T")
+
+
+@dataclass
+class DataConfig:
+    """Where a stage's data comes from. See configs/data/base.yaml for units and meaning."""
+
+    kind: str
+    path: str
+    name: str
+    subset: str
+    split: str
+    streaming: bool
+    limit: int
+    field: str
+    val_fraction: float
+    generate: int
+
+    def check(self, kinds: Sequence[str]) -> None:
+        """Raises UserError when the kind is not one of this stage's, or the kind's own key is missing."""
+        if self.kind not in kinds:
+            raise UserError(f"data.kind is {self.kind!r}: this stage takes {', '.join(kinds)}")
+        if self.kind == "mine" and not self.path:
+            raise UserError("data=mine needs data.path=FILE_OR_FOLDER")
+        if self.kind == "hub" and not self.name:
+            raise UserError("data=hub needs data.name=DATASET, and data.split= where it is not train")
+
+
+def load(name: str, schema: type[T], arguments: list[str] | None = None) -> T:
+    """Compose configs/<name>.yaml with the command line's overrides into an instance of the dataclass `schema`.
+
+    Hydra's composing is used without its job launcher, which would change the working directory and write folders.
+    `--help` prints the file with its comments.
+
+    Raises:
+        UserError: on an unknown key, an unknown choice, or a value of the wrong type.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if any(argument in ("-h", "--help") for argument in arguments):
+        groups = {
+            folder.name: ", ".join(sorted(p.stem for p in folder.glob("*.yaml")))
+            for folder in CONFIGS.iterdir()
+            if folder.is_dir()
+        }
+        print(f"Change any key on the command line, as in `python {name}.py key=value`.\n")
+        print((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").rstrip())
+        used = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
+        for group, choices in sorted(groups.items()):
+            if f"- {group}:" in used:
+                print(f"\n{group}= one of: {choices} (configs/{group}/*.yaml)")
+        sys.exit(0)
+    flag = next((a for a in arguments if a.startswith("-")), None)
+    if flag:
+        raise UserError(f"{flag}: options are written key=value here; python {name}.py --help lists the keys")
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base=None):
+            raw = compose(name, overrides=arguments)
+        merged = OmegaConf.merge(OmegaConf.structured(schema), raw)
+        return OmegaConf.to_object(merged)  # type: ignore[return-value]
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(
+            f"configuration of {name}: {first_cause(error)}; python {name}.py --help lists the keys"
+        ) from None
+
+
+def first_cause(error: BaseException) -> str:
+    """The innermost message, in one line and without the advice that would not apply here."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kept = [
+        line for line in lines if not line.startswith(("To append", "object_type", "reference_type", "Set the env"))
+    ]
+    return ", ".join(kept).split(", Config search path")[0]
+
+
+def plain(config: Any) -> dict[str, Any]:
+    """A dataclass configuration as nested plain values, for checkpoints and logs."""
+    return OmegaConf.to_container(OmegaConf.structured(config))  # type: ignore[return-value]
+
+
+def save(config: Any, path: Path) -> None:
+    """Write the resolved configuration as YAML."""
+    from pocketgpt.files import write_text
+
+    write_text(path, OmegaConf.to_yaml(OmegaConf.structured(config)))

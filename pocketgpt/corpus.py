@@ -1,0 +1,75 @@
+"""From documents to a tokenizer and token files, made once and reused while neither text nor settings change."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pocketgpt.errors import UserError
+from pocketgpt.files import write_text
+from pocketgpt.metrics import bar, console
+from pocketgpt.token_files import TokenFile, is_current, write_tokens
+from pocketgpt.tokenizer import Tokenizer
+
+Documents = Callable[[], Iterable[str]]  # starts a new pass over the documents each time
+
+
+@dataclass
+class Corpus:
+    tokenizer: Tokenizer
+    train: TokenFile
+    val: TokenFile
+    fingerprint: str  # sha256 of the text behind both
+
+
+def prepare(train: Documents, val: Documents, source: str, vocab_size: int, cache: Path) -> Corpus:
+    """Train the tokenizer on the training documents and encode both splits, unless that has been done.
+
+    source: any string that changes when the text does. The results lie in a folder of `cache` named after it.
+
+    Raises:
+        UserError: if the text does not hold enough distinct pieces for vocab_size.
+    """
+    key = hashlib.sha256(json.dumps([source, vocab_size]).encode()).hexdigest()[:16]
+    folder = cache / key
+    tokenizer_path = folder / "tokenizer.json"
+    if tokenizer_path.exists():
+        tokenizer = Tokenizer.load(tokenizer_path)
+    else:
+        with console.status(f"training a tokenizer of {vocab_size} entries"):
+            tokenizer = Tokenizer.train(train(), vocab_size)
+        if tokenizer.vocab_size < vocab_size:
+            raise UserError(
+                f"the text yields a vocabulary of {tokenizer.vocab_size}, not {vocab_size}: "
+                f"set vocab_size={tokenizer.vocab_size} or give more text"
+            )
+        write_text(tokenizer_path, tokenizer.to_json())
+    files = []
+    for name, documents in (("train", train), ("val", val)):
+        path = folder / f"{name}.bin"
+        if not is_current(path, tokenizer, source):
+            progress, task = bar(f"encoding {name} (bytes)")
+            with progress:
+                write_tokens(
+                    path,
+                    documents(),
+                    tokenizer,
+                    source=source,
+                    progress=lambda n, progress=progress, task=task: progress.advance(task, n),
+                )
+        files.append(TokenFile.open(path, tokenizer))
+    digest = hashlib.sha256("".join(file.meta["data"] for file in files).encode()).hexdigest()
+    return Corpus(tokenizer, files[0], files[1], digest)
+
+
+def chain(*parts: Documents) -> Documents:
+    """All documents of several sources, one after another."""
+
+    def documents() -> Iterator[str]:
+        for part in parts:
+            yield from part()
+
+    return documents

@@ -1,0 +1,105 @@
+"""What this machine is: device, fast number format, memory, and the speed of its matrix products."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from pocketgpt.errors import UserError
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is cuda, mps or cpu, the first that is there. Raises UserError when the one asked for is not."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        return torch.device(next(kind for kind, yes in there.items() if yes))
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"device={name} is not a device: choose auto, cuda, mps or cpu") from None
+    if not there.get(device.type, False):
+        raise UserError(
+            f"device={name} is not there on this machine: choose one of {[k for k, yes in there.items() if yes]}"
+        )
+    return device
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was given, so that a clock read afterwards means something."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+    """Median wall-clock seconds of `work`, after one warm-up run."""
+    times = []
+    for _ in range(repeats + 1):
+        synchronize(device)
+        start = time.perf_counter()
+        work()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return sorted(times[1:])[repeats // 2]
+
+
+@cache
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Measured FLOP/s of a matrix product of the size that a small GPT makes: the ceiling for MFU."""
+    rows, inner, columns = (2048, 512, 2048) if device.type == "cpu" else (8192, 4096, 4096)
+    a = torch.randn(rows, inner, device=device, dtype=dtype)
+    b = torch.randn(columns, inner, device=device, dtype=dtype)
+    with torch.no_grad():
+        return 2.0 * rows * inner * columns / seconds(lambda: torch.nn.functional.linear(a, b), device)
+
+
+def pick_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
+    """The number format of matrix products, and the reason for it in words.
+
+    `auto` measures both and takes bfloat16 where it is at least 1.3 times as fast as float32; many processors emulate it.
+
+    Raises:
+        UserError: on an unknown name.
+    """
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if name != "auto":
+        if name not in known:
+            raise UserError(f"dtype={name} is not known: choose auto, float32 or bfloat16")
+        return known[name], f"{name} as asked"
+    rates = {key: matmul_rate(device, dtype) / 1e9 for key, dtype in known.items()}
+    best = "bfloat16" if rates["bfloat16"] > 1.3 * rates["float32"] else "float32"
+    return known[
+        best
+    ], f"{best}: matrix products run at {rates['bfloat16']:.0f} GFLOP/s in bfloat16, {rates['float32']:.0f} in float32"
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
+    """Matrix products in `dtype`, weights and the rest in float32."""
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that were in use at once: of the device, or of the process when that is the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kibibytes
+
+
+def describe(device: torch.device) -> str:
+    """The device in a few words, for logs and result files."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = ""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    return f"{name or device.type}, {torch.get_num_threads()} threads"

@@ -1,0 +1,150 @@
+"""What a model can do, in numbers: bits per byte, answers that pass their check, and how sure we are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pocketgpt import chat_template, tasks
+from pocketgpt import device as machine
+from pocketgpt.loss import IGNORE, linear_cross_entropy
+from pocketgpt.metrics import bar
+from pocketgpt.sampling import Settings
+from pocketgpt.token_files import TokenFile
+from pocketgpt.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # the models live in top-level scripts, which this library does not import
+    from base_model import GPT
+    from kv_cache import CachedGPT
+
+MAX_VAL_TOKENS = 100_000  # held-out tokens that bits per byte is measured on, from the start of the split
+MAX_ANSWER = 120  # tokens
+TEST_ITEMS, DEV_ITEMS = 200, 25  # per family
+GREEDY = Settings(temperature=0.0)
+# The families whose check is about form more than content.
+FORMATS = ("story", "line", "question", "dialogue", "system")
+
+
+def bits_per_byte(model: GPT, tok: Tokenizer, file: TokenFile, dtype: torch.dtype, batch_size: int = 8) -> float:
+    """Cross-entropy on held-out text, in bits per byte of raw UTF-8 text.
+
+    Control tokens are predicted, and paid for, but are no bytes of text.
+    """
+    device = model.embed.weight.device
+    lengths = torch.from_numpy(tok.byte_lengths())
+    nats, text_bytes = 0.0, 0
+    for x, y in file.val_windows(model.config.block_size, batch_size=batch_size, max_tokens=MAX_VAL_TOKENS):
+        targets = torch.from_numpy(y)
+        with torch.no_grad(), machine.autocast(device, dtype):
+            hidden = model.hidden_states(torch.from_numpy(x).to(device))
+        nats += float(linear_cross_entropy(hidden, model.lm_head.weight, targets.to(device), dtype))
+        text_bytes += int(lengths[targets[targets != IGNORE]].sum())
+    return nats / math.log(2) / text_bytes
+
+
+def answer_many(
+    model: CachedGPT, tok: Tokenizer, prompts: Sequence[list[chat_template.Message]], settings: Settings, seed: int
+) -> list[str]:
+    """One answer to each conversation, batched through the cache."""
+    generator = torch.Generator(model.embed.weight.device).manual_seed(seed)
+    encoded = [chat_template.render_prompt(tok, messages) for messages in prompts]
+    ids = model.generate_many(encoded, MAX_ANSWER, settings, stop_ids=(tok.im_end_id, tok.eot_id), generator=generator)
+    return [tok.decode(answer) for answer in ids]
+
+
+@dataclass
+class Score:
+    """Answers to items: which passed, and how long they were."""
+
+    items: Sequence[tasks.Item]
+    answers: list[str]
+    passed: list[bool]
+
+    def rate(self, families: Sequence[str] | None = None) -> tuple[int, int]:
+        """(passed, asked) of these families, of all by default."""
+        chosen = [
+            ok for item, ok in zip(self.items, self.passed, strict=True) if families is None or item.family in families
+        ]
+        return sum(chosen), len(chosen)
+
+    def by_family(self) -> dict[str, tuple[int, int]]:
+        return {family: self.rate([family]) for family in dict.fromkeys(item.family for item in self.items)}
+
+    def mean_length(self) -> float:
+        """Characters per answer."""
+        return sum(map(len, self.answers)) / len(self.answers)
+
+
+def heldout_items(speeches: Sequence[tasks.Speech]) -> tuple[list[tasks.Item], list[tasks.Item]]:
+    """(test, dev) items from the held-out combinations, disjoint: every stage is chosen on dev and reported on test."""
+    items = tasks.make_items(TEST_ITEMS + DEV_ITEMS, heldout=True, seed=1, speeches=speeches)
+    test, dev = [], []
+    for i, item in enumerate(items):
+        (test if i % (TEST_ITEMS + DEV_ITEMS) < TEST_ITEMS else dev).append(item)
+    return test, dev
+
+
+def score(
+    model: CachedGPT, tok: Tokenizer, items: Sequence[tasks.Item], settings: Settings = GREEDY, seed: int = 0
+) -> Score:
+    """Ask every item and check the answers."""
+    answers = answer_many(model, tok, [item.messages for item in items], settings, seed)
+    return Score(items, answers, [tasks.check(item, text) for item, text in zip(items, answers, strict=True)])
+
+
+def score_with_bar(
+    name: str, model: CachedGPT, tok: Tokenizer, items: Sequence[tasks.Item], settings: Settings = GREEDY, seed: int = 0
+) -> Score:
+    """`score` under a progress bar, in parts of a few batches."""
+    progress, task = bar(name, len(items))
+    parts = []
+    with progress:
+        for start in range(0, len(items), 240):
+            part = items[start : start + 240]
+            parts.append(score(model, tok, part, settings, seed + start))
+            progress.advance(task, len(part))
+    return Score(items, [a for p in parts for a in p.answers], [ok for p in parts for ok in p.passed])
+
+
+def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
+    """95 % confidence interval of a share (Wilson 1927), which stays sensible near 0 and 1. (0, 1) without trials."""
+    if not trials:
+        return 0.0, 1.0
+    p = successes / trials
+    middle = p + z * z / (2 * trials)
+    half = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
+    return (middle - half) / (1 + z * z / trials), (middle + half) / (1 + z * z / trials)
+
+
+def wins(ours: Score, theirs: Score) -> tuple[int, int]:
+    """(wins, decided) item by item: ours passes where theirs fails; items that both pass or both fail are undecided."""
+    decided = [(a, b) for a, b in zip(ours.passed, theirs.passed, strict=True) if a != b]
+    return sum(a for a, _ in decided), len(decided)
+
+
+def answer_log_probs(model: GPT, rows: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum over supervised tokens of log p(token | what is before it), in nats: rows, targets (B, T) -> (B,) float32.
+
+    Padding at the right, with targets IGNORE, changes nothing.
+    """
+    device = model.embed.weight.device
+    with machine.autocast(device, dtype):
+        hidden = model.hidden_states(rows)
+        wanted = targets != IGNORE
+        logits = model.lm_head(hidden[wanted])  # only where an answer stands: (supervised tokens, vocab_size)
+    chosen = logits.float().log_softmax(-1).gather(-1, targets[wanted][:, None]).squeeze(-1)
+    owner = torch.arange(rows.size(0), device=device)[:, None].expand_as(rows)[wanted]
+    return torch.zeros(rows.size(0), device=device).index_add(0, owner, chosen)
+
+
+def percent(pair: tuple[int, int]) -> str:
+    return f"{pair[0] / pair[1]:.1%}" if pair[1] else "-"
+
+
+def jsonable(score: Score) -> dict[str, Any]:
+    return {family: {"passed": k, "of": n} for family, (k, n) in score.by_family().items()}

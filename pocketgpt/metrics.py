@@ -1,0 +1,142 @@
+"""What a run shows and leaves: a progress bar, log lines, metrics as JSONL, and a plot."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from pocketgpt.files import atomic_path
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+def bar(description: str, total: float | None = None) -> tuple[Progress, Any]:
+    """A progress bar with ETA for anything that takes over two seconds; use the Progress as a context manager."""
+    progress = Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+    return progress, progress.add_task(description, total=total)
+
+
+class RunLog:
+    """The log of one stage: `metrics_<stage>.jsonl` and `plot_<stage>.png` under `out`, lines and a bar on the terminal.
+
+    log: `none`, or `wandb` to send the same numbers there as well.
+    """
+
+    def __init__(
+        self, out: Path, stage: str, run_config: dict[str, Any], log: str = "none", resume: bool = False
+    ) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self.stage = stage
+        self.path = out / f"metrics_{stage}.jsonl"
+        self.plot_path = out / f"plot_{stage}.png"
+        self.keep = resume
+        self.file: TextIO | None = None
+        self.progress: Progress | None = None
+        self.wandb: Any = None
+        if log == "wandb":
+            import wandb  # only here: it starts slowly and nobody else needs it
+
+            self.wandb = wandb.init(project="pocketgpt", name=stage, config=run_config)
+
+    def start(self, steps: int, minutes: float, step: int, elapsed: float) -> None:
+        """Open the metrics file (dropping what a resumed run will do again) and the progress bar."""
+        kept = [row for row in read_jsonl(self.path) if row["step"] <= step] if self.keep else []
+        with atomic_path(self.path) as temporary:
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        self.file = self.path.open("a", encoding="utf-8")
+        self.by_steps = steps > 0
+        total = steps if self.by_steps else round(60 * minutes)
+        self.progress, self.task = bar(self.stage if self.by_steps else f"{self.stage} (s)", total)
+        self.advance(step, elapsed)
+        self.progress.start()
+
+    def advance(self, step: int, elapsed: float) -> None:
+        assert self.progress is not None
+        self.progress.update(self.task, completed=step if self.by_steps else round(elapsed))
+
+    def stop(self) -> None:
+        """Take the bar away and close the file. May be called twice."""
+        if self.progress is not None:
+            self.progress.stop()
+            self.progress = None
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+    def say(self, text: str) -> None:
+        console.print(text, markup=False)
+
+    def write(self, row: dict[str, Any]) -> None:
+        assert self.file is not None
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+        if self.wandb is not None:
+            self.wandb.log({key: value for key, value in row.items() if key != "kind"}, step=row["step"])
+
+    def train(self, step: int, shown: dict[str, float], unit: str, **numbers: float) -> None:
+        """One line of training numbers."""
+        self.write({"kind": "train", "step": step, **shown, **numbers})
+        extra = "".join(f" {key} {value:.3f}" for key, value in shown.items() if key != "loss")
+        self.say(
+            f"step {step:>5}  loss {shown['loss']:.4f} {unit}{extra}  lr {numbers['lr']:.1e}  norm {numbers['grad_norm']:.2f}  "
+            f"{numbers['tokens_per_s']:,.0f} tok/s  MFU {numbers['mfu']:.0%}  {numbers['memory_bytes'] / 1e6:,.0f} MB  {self.eta()}"
+        )
+
+    def eta(self) -> str:
+        left = self.progress.tasks[self.task].time_remaining if self.progress else None
+        return f"ETA {int(left) // 60}:{int(left) % 60:02d}" if left is not None else ""
+
+    def validation(self, step: int, elapsed: float, metrics: dict[str, float], sample: str) -> None:
+        self.write({"kind": "val", "step": step, "elapsed_s": elapsed, **metrics})
+        self.say(f"step {step:>5}  held out: " + "  ".join(f"{key} {value:.4f}" for key, value in metrics.items()))
+        if sample:
+            self.say("  | " + sample.strip().replace("\n", "\n  | "))
+
+    def plot(self, curves: list[tuple[str, str]]) -> Path:
+        """Save a PNG with one panel per (metric, axis label), training and held-out numbers against steps."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        rows = read_jsonl(self.path)
+        figure, axes = plt.subplots(1, len(curves), figsize=(5.5 * len(curves), 4), squeeze=False, layout="constrained")
+        for axis, (metric, label) in zip(axes[0], curves, strict=True):
+            for kind, style in (("train", {"lw": 1, "alpha": 0.8}), ("val", {"marker": "o", "ms": 4})):
+                points = [
+                    (r["step"], r[metric]) for r in rows if r["kind"] == kind and math.isfinite(r.get(metric, math.nan))
+                ]
+                if points:
+                    axis.plot(*zip(*points, strict=True), label={"train": "training", "val": "held out"}[kind], **style)
+            axis.set(xlabel="optimizer step", ylabel=label)
+            axis.grid(alpha=0.3)
+            axis.legend()
+        figure.suptitle(f"pocketgpt {self.stage}")
+        with atomic_path(self.plot_path) as temporary:
+            figure.savefig(temporary, dpi=120, format="png")
+        plt.close(figure)
+        return self.plot_path
+
+    def close(self) -> None:
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -1,0 +1,113 @@
+"""Optimizers and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pocketgpt.errors import UserError
+
+
+@dataclass
+class OptimConfig:
+    """See configs/optim/*.yaml for units and meaning."""
+
+    name: str
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    muon_lr: float
+    muon_momentum: float
+
+
+def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
+    """Every parameter in exactly one group: block matrices, other matrices (embeddings, head), vectors (norms, biases)."""
+    blocks, other, vectors = [], [], []
+    for name, parameter in model.named_parameters():  # a tied weight comes once
+        if parameter.dim() < 2:
+            vectors.append(parameter)
+        elif name.startswith("blocks."):
+            blocks.append(parameter)
+        else:
+            other.append(parameter)
+    assert len(blocks) + len(other) + len(vectors) == len(list(model.parameters()))
+    return blocks, other, vectors
+
+
+class Optimizer:
+    """One or two torch optimizers that step together, each group with its own base learning rate.
+
+    `adamw`: AdamW (Loshchilov & Hutter 2019) for all; no decay on vectors. `muon`: Muon (Jordan et al. 2024) for the
+    matrices of the blocks, AdamW for the rest.
+
+    Raises:
+        UserError: on an unknown name.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimConfig, lr: float) -> None:
+        if config.name not in ("adamw", "muon"):
+            raise UserError(f"optim.name is {config.name!r}: choose adamw or muon")
+        blocks, other, vectors = parameter_groups(model)
+        muon = config.name == "muon"
+        decayed = other if muon else blocks + other
+        groups = [
+            {"params": decayed, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=True,
+        )
+        self.parts: list[torch.optim.Optimizer] = [adamw]
+        if muon:
+            self.parts.append(
+                torch.optim.Muon(
+                    blocks,
+                    lr=config.muon_lr,
+                    momentum=config.muon_momentum,
+                    weight_decay=config.weight_decay,
+                    adjust_lr_fn="original",
+                )
+            )
+        self.base = [[group["lr"] for group in part.param_groups] for part in self.parts]
+
+    def step(self, scale: float) -> None:
+        """Update with every learning rate multiplied by `scale`, and clear the gradients."""
+        for part, base in zip(self.parts, self.base, strict=True):
+            for group, lr in zip(part.param_groups, base, strict=True):
+                group["lr"] = lr * scale
+            part.step()
+            part.zero_grad(set_to_none=True)
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [part.state_dict() for part in self.parts]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        for part, state in zip(self.parts, states, strict=True):
+            part.load_state_dict(state)
+
+
+def lr_scale(progress: float, *, warmup: float, decay: float, shape: str = "linear") -> float:
+    """Multiplier of the learning rate at `progress` in [0, 1): warm-up, stable phase, decay (WSD, Hu et al. 2024).
+
+    warmup and decay are shares of the run; shape: `linear` or `cosine` decay, to 0 at the end. The first step is above 0
+    because `progress` is taken at its end.
+    """
+    if progress < warmup:
+        return progress / warmup
+    if decay and progress > 1 - decay:
+        left = max(0.0, (1 - progress) / decay)
+        return left if shape == "linear" else 0.5 - 0.5 * math.cos(math.pi * left)
+    return 1.0

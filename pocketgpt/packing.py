@@ -1,0 +1,139 @@
+"""Rows of several conversations that cannot see each other, for training without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pocketgpt import chat_template
+from pocketgpt.errors import UserError
+from pocketgpt.loss import IGNORE
+from pocketgpt.tokenizer import Tokenizer
+
+OPEN_ROWS = 64  # rows that wait for something short at a time: enough to fill them to 99 % (docs/LOG.md)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One conversation as the network reads it: the target of position t is the id at t + 1."""
+
+    inputs: np.ndarray  # (n,) int64
+    targets: np.ndarray  # (n,) int64, IGNORE where nothing is supervised
+
+    @classmethod
+    def of(cls, ids: Sequence[int], supervised: Sequence[bool]) -> Example:
+        everything = np.array(ids, np.int64)
+        targets = np.where(np.array(supervised, bool), everything, IGNORE)
+        return cls(everything[:-1], targets[1:])
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+def examples(
+    tok: Tokenizer, conversations: Iterable[list[chat_template.Message]], block_size: int
+) -> tuple[list[Example], int]:
+    """Encode conversations. Returns those that fit into block_size, and how many did not.
+
+    Raises:
+        UserError: if nothing is left, or nothing in what is left is supervised.
+    """
+    kept, too_long = [], 0
+    for messages in conversations:
+        example = Example.of(*chat_template.render(tok, messages))
+        if len(example) > block_size:
+            too_long += 1
+        else:
+            kept.append(example)
+    if not kept:
+        raise UserError(
+            f"no conversation is left to train on: {too_long} were longer than the block of {block_size} tokens"
+        )
+    if not any((example.targets != IGNORE).any() for example in kept):
+        raise UserError("no supervised token in the data: the conversations have no assistant turn")
+    return kept, too_long
+
+
+@dataclass
+class Packed:
+    """A batch of rows, (B, T) each: ids, targets, positions within the conversation, number of the conversation."""
+
+    inputs: Tensor
+    targets: Tensor
+    positions: Tensor
+    segments: Tensor
+
+
+def attention_mask(segments: Tensor) -> Tensor:
+    """segments (B, T) int64 -> (B, 1, T, T) bool: causal, and only within the same conversation."""
+    length = segments.size(1)
+    causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
+    return ((segments[:, :, None] == segments[:, None, :]) & causal)[:, None]
+
+
+def lay_out(rows: Sequence[Sequence[Example]], length: int) -> Packed:
+    """Put each row's examples one behind the other; what is left of `length` is padding that nobody sees."""
+    shape = (len(rows), length)
+    inputs, targets = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
+    positions, segments = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
+    for r, row in enumerate(rows):
+        at = 0
+        for number, example in enumerate(row):
+            span = slice(at, at + len(example))
+            inputs[r, span], targets[r, span] = example.inputs, example.targets
+            positions[r, span], segments[r, span] = np.arange(len(example)), number
+            at += len(example)
+    return Packed(*map(torch.from_numpy, (inputs, targets, positions, segments)))
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """First fit with a limited number of open rows: indices of the items, in rows of at most `capacity` in sum.
+
+    Every length must be at most `capacity`, so that this ends.
+    """
+    closed: list[list[int]] = []
+    rows: list[tuple[list[int], int]] = []  # open ones: members, room left
+    for index, length in enumerate(lengths):
+        if length > capacity:
+            raise ValueError(f"item {index} of length {length} does not fit into {capacity}")
+        place = next((i for i, (_, room) in enumerate(rows) if room >= length), None)
+        if place is None:
+            if len(rows) == OPEN_ROWS:
+                fullest = min(range(len(rows)), key=lambda i: rows[i][1])
+                closed.append(rows.pop(fullest)[0])
+            rows.append(([index], capacity - length))
+        else:
+            members, room = rows[place]
+            members.append(index)
+            rows[place] = (members, room - length)
+    return closed + [members for members, _ in rows]
+
+
+class PackedRows:
+    """Training rows in random order; which ones a step sees is a pure function of seed and step."""
+
+    def __init__(self, items: Sequence[Example], block_size: int, seed: int) -> None:
+        self.items, self.block_size, self.seed = items, block_size, seed
+        self._rows = lru_cache(maxsize=2)(self._epoch)  # two: a batch may lie across the border
+        # Rows per epoch differ with the order by a few; a fixed number makes the step alone decide.
+        self.per_epoch = len(self._rows(0))
+
+    def _epoch(self, epoch: int) -> list[list[int]]:
+        rng = np.random.default_rng([self.seed, epoch])
+        order = rng.permutation(len(self.items))
+        rows = pack([len(self.items[i]) for i in order], self.block_size)
+        return [[int(order[i]) for i in rows[r]] for r in rng.permutation(len(rows))]
+
+    def batch(self, step: int, batch_size: int) -> Packed:
+        """The rows of a step, counted from 0."""
+        rows = []
+        for number in range(step * batch_size, (step + 1) * batch_size):
+            epoch = self._rows(number // self.per_epoch)
+            members = epoch[number % self.per_epoch % len(epoch)]
+            rows.append([self.items[i] for i in members])
+        return lay_out(rows, self.block_size)

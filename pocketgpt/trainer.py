@@ -1,0 +1,285 @@
+"""The training loop, shared by all stages. A stage brings its batches, its loss and its evaluation; see `Stage`."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pocketgpt import device as machine
+from pocketgpt import optim
+from pocketgpt.errors import UserError
+from pocketgpt.files import atomic_path
+from pocketgpt.metrics import RunLog
+
+PATIENCE_WITH_NAN = 10  # steps in a row with a non-finite gradient before the run gives up
+
+
+@dataclass
+class TrainConfig:
+    """See configs/*.yaml for units and meaning."""
+
+    steps: int
+    minutes: float
+    batch_size: int
+    micro_batch_size: int
+    lr: float
+    warmup: float
+    decay: float
+    decay_shape: str
+    grad_clip: float
+    eval_every: int
+    log_every: int
+    seed: int
+    dtype: str
+    compile: bool
+    resume: bool
+
+    def check(self) -> None:
+        """Raises UserError on values that make no run."""
+        if self.steps <= 0 and self.minutes <= 0:
+            raise UserError("train.steps and train.minutes are both 0: the run needs an end, set one of them")
+        for key in ("batch_size", "micro_batch_size", "eval_every", "log_every"):
+            if getattr(self, key) < 1:
+                raise UserError(f"train.{key} is {getattr(self, key)}: it must be at least 1")
+        if self.lr <= 0:
+            raise UserError(f"train.lr is {self.lr}: it must be above 0")
+        if not 0 <= self.warmup + self.decay <= 1 or min(self.warmup, self.decay) < 0:
+            raise UserError(
+                f"train.warmup={self.warmup} and train.decay={self.decay} are shares of one run: from 0, sum up to 1"
+            )
+        if self.decay_shape not in ("linear", "cosine"):
+            raise UserError(f"train.decay_shape is {self.decay_shape!r}: choose linear or cosine")
+
+
+@dataclass
+class Batch:
+    """One micro-batch: what the stage's loss reads, and the two numbers that the loop needs of it."""
+
+    inputs: tuple[Tensor, ...]
+    weight: int  # what the summed loss is divided by: supervised tokens, or pairs
+    tokens: int  # tokens that the network reads, for tokens/s
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(tuple(t.to(device, non_blocking=True) for t in self.inputs), self.weight, self.tokens)
+
+
+@dataclass
+class Stage:
+    """What a stage script brings to the loop.
+
+    batches: the micro-batches of a step, a pure function of the step's number, so that the data cursor is that number.
+    loss: sum over a micro-batch's supervised tokens (or pairs), and numbers to log, summed likewise.
+    evaluate: metrics on held-out data; sample: a text to look at.
+    monitor: the metric, higher is better, whose best weights are kept; None keeps the last.
+    """
+
+    name: str
+    batches: Callable[[int], list[Batch]]
+    loss: Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]
+    evaluate: Callable[[], dict[str, float]]
+    sample: Callable[[], str]
+    flops_per_token: float
+    unit: str = "nats/token"  # of the loss
+    monitor: str | None = None
+
+
+@dataclass
+class Result:
+    step: int
+    metrics: dict[str, float]
+    tokens_per_s: float
+
+
+@dataclass
+class State:
+    """Where a run stands. Randomness is no part of it: that of a step follows from the seed and the step's number."""
+
+    step: int = 0
+    elapsed: float = 0.0  # seconds of training behind us
+    best: float = -float("inf")
+    best_weights: dict[str, Tensor] | None = None
+    best_metrics: dict[str, float] | None = None
+    last_metrics: dict[str, float] = field(default_factory=dict)
+
+
+def train(
+    model: nn.Module, stage: Stage, config: TrainConfig, optim_config: optim.OptimConfig, out: Path, log: RunLog
+) -> Result:
+    """Run the stage to its end: `config.steps` optimizer steps or `config.minutes`, whichever comes first.
+
+    The learning rate follows the progress of whichever limit is nearer, so a run ended by the clock has finished its decay.
+    Ctrl-C saves `resume_<stage>.pt` and passes on; `train.resume=true` continues from it.
+
+    Raises:
+        UserError: if the gradient stays non-finite, or there is nothing to resume from.
+    """
+    config.check()
+    device = next(model.parameters()).device
+    optimizer = optim.Optimizer(model, optim_config, config.lr)
+    state = State()
+    resume_path = out / f"resume_{stage.name}.pt"
+    if config.resume:
+        state = load_resume(resume_path, model, optimizer)
+        log.say(f"resumed at step {state.step} from {resume_path}")
+    log.start(config.steps, config.minutes, state.step, state.elapsed)
+    if stage.monitor is not None and state.step == 0:
+        evaluate(model, stage, state, log)  # the weights we start from may turn out the best
+
+    tokens = timed = 0.0  # since the last log line
+    all_tokens = all_timed = 0.0  # since the first step, which warms up and is not counted
+    shown: dict[str, Any] = {}
+    bad = 0
+    began = time.perf_counter() - state.elapsed
+    step_seconds = 0.0
+    model.train()
+    gc.collect()
+    gc.freeze()  # what is here stays: the collector need not walk it at every step
+    try:
+        while not finished(config, state, step_seconds):
+            step_start = time.perf_counter()
+            torch.manual_seed(config.seed * 1_000_003 + state.step)  # dropout
+            batches = [batch.to(device) for batch in stage.batches(state.step)]
+            weight = max(1, sum(batch.weight for batch in batches))
+            sums: dict[str, Tensor] = {}
+            for batch in batches:
+                total, numbers = stage.loss(batch)
+                (total / weight).backward()
+                for key, value in {"loss": total.detach(), **numbers}.items():
+                    sums[key] = sums.get(key, 0.0) + value
+            norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
+            supervised = any(batch.weight for batch in batches)
+            if supervised and bool(torch.isfinite(norm)):
+                bad = 0
+                scale = optim.lr_scale(
+                    progress(config, state, step_seconds),
+                    warmup=config.warmup,
+                    decay=config.decay,
+                    shape=config.decay_shape,
+                )
+                optimizer.step(scale)
+            else:  # nothing supervised, or nothing finite, changes nothing
+                bad += supervised
+                optimizer.zero_grad()
+                log.say(
+                    f"step {state.step + 1}: {'non-finite gradient' if supervised else 'nothing supervised'}, skipped"
+                )
+                if bad >= PATIENCE_WITH_NAN:
+                    raise UserError(
+                        f"{stage.name}: the gradient was not finite {bad} steps in a row up to step {state.step + 1}: lower train.lr"
+                    )
+            machine.synchronize(device)
+            step_seconds = time.perf_counter() - step_start
+            state.step += 1
+            tokens += sum(batch.tokens for batch in batches)
+            timed += step_seconds
+            state.elapsed = time.perf_counter() - began
+            shown = {key: float(value) / weight for key, value in sums.items()}
+            log.advance(state.step, state.elapsed)
+
+            last = finished(config, state, step_seconds)
+            if state.step % config.log_every == 0 or state.step == 1 or last:
+                rate = tokens / timed
+                log.train(
+                    state.step,
+                    shown,
+                    stage.unit,
+                    grad_norm=float(norm),
+                    lr=config.lr * scale if supervised else 0.0,
+                    tokens_per_s=rate,
+                    mfu=rate * stage.flops_per_token / machine.matmul_rate(device, autocast_dtype(config, device)),
+                    memory_bytes=machine.peak_memory(device),
+                    elapsed_s=state.elapsed,
+                )
+                if state.step > 1:
+                    all_tokens, all_timed = all_tokens + tokens, all_timed + timed
+                tokens = timed = 0.0
+            if state.step % config.eval_every == 0 or last:
+                evaluate(model, stage, state, log)
+                if not last:
+                    save_resume(resume_path, model, optimizer, state)
+    except KeyboardInterrupt:
+        optimizer.zero_grad()
+        save_resume(resume_path, model, optimizer, state)
+        log.stop()
+        log.say(f"interrupted after step {state.step}; go on with train.resume=true")
+        raise
+    finally:
+        gc.unfreeze()
+        log.stop()
+    if state.best_weights is not None and state.best_metrics is not None:
+        model.load_state_dict(state.best_weights)
+        state.last_metrics = state.best_metrics
+    model.eval()
+    save_resume(resume_path, model, optimizer, state)
+    return Result(state.step, state.last_metrics, all_tokens / all_timed if all_timed else 0.0)
+
+
+def autocast_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
+    return machine.pick_dtype(config.dtype, device)[0]
+
+
+def progress(config: TrainConfig, state: State, step_seconds: float) -> float:
+    """Share of the run that is done once the coming step is, in (0, 1]."""
+    by_steps = (state.step + 1) / config.steps if config.steps > 0 else 0.0
+    by_clock = (state.elapsed + step_seconds) / (60 * config.minutes) if config.minutes > 0 else 0.0
+    return min(1.0, max(by_steps, by_clock, 1e-3))  # the clock stands at 0 for the first step
+
+
+def finished(config: TrainConfig, state: State, step_seconds: float) -> bool:
+    if config.steps > 0 and state.step >= config.steps:
+        return True
+    return config.minutes > 0 and state.step > 0 and state.elapsed + step_seconds > 60 * config.minutes
+
+
+def evaluate(model: nn.Module, stage: Stage, state: State, log: RunLog) -> None:
+    """Held-out metrics and a sample; keeps the weights if they are the best so far by the stage's monitor."""
+    model.eval()
+    with torch.no_grad():
+        state.last_metrics = stage.evaluate()
+        log.validation(state.step, state.elapsed, state.last_metrics, stage.sample())
+    model.train()
+    if stage.monitor is not None and state.last_metrics[stage.monitor] > state.best:
+        state.best = state.last_metrics[stage.monitor]
+        state.best_metrics = state.last_metrics
+        state.best_weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def save_resume(path: Path, model: nn.Module, optimizer: optim.Optimizer, state: State) -> None:
+    with atomic_path(path) as temporary:
+        torch.save(
+            {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "step": state.step,
+                "elapsed": state.elapsed,
+                "best": state.best,
+                "best_weights": state.best_weights,
+                "best_metrics": state.best_metrics,
+                "last_metrics": state.last_metrics,
+            },
+            temporary,
+        )
+
+
+def load_resume(path: Path, model: nn.Module, optimizer: optim.Optimizer) -> State:
+    if not path.exists():
+        raise UserError(f"{path}: nothing to resume from; run without train.resume=true")
+    try:
+        raw = torch.load(path, map_location="cpu", weights_only=True)
+        model.load_state_dict(raw["model"])
+        optimizer.load_state_dict(raw["optimizer"])
+    except Exception as error:
+        reason = str(error).splitlines()[0][:120]
+        raise UserError(
+            f"{path}: cannot resume from it ({reason}); it is damaged or of another model or optimizer"
+        ) from None
+    return State(
+        raw["step"], raw["elapsed"], raw["best"], raw["best_weights"], raw["best_metrics"], raw["last_metrics"]
+    )

@@ -1,0 +1,162 @@
+"""Stage 1: from text to a base model.
+
+    python pretrain.py                                   # Shakespeare, a few minutes
+    python pretrain.py data=mine data.path=books/ train.minutes=60
+    python pretrain.py --help                            # every key with its meaning
+
+Writes ckpt_base.pt, the folder base/, metrics_base.jsonl and plot_base.png under `out`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from base_model import GPT, GPTConfig
+from data import shakespeare
+from pocketgpt import checkpoint, config, sources, tasks
+from pocketgpt import device as machine
+from pocketgpt.corpus import Documents, chain, prepare
+from pocketgpt.errors import run
+from pocketgpt.evaluation import bits_per_byte
+from pocketgpt.loss import linear_cross_entropy
+from pocketgpt.metrics import RunLog
+from pocketgpt.optim import OptimConfig
+from pocketgpt.token_files import Windows
+from pocketgpt.trainer import Batch, Stage, TrainConfig, train
+
+
+@dataclass
+class Config:
+    """See configs/pretrain.yaml for units and meaning."""
+
+    model: dict[str, Any]
+    data: config.DataConfig
+    optim: OptimConfig
+    train: TrainConfig
+    out: str
+    cache: str
+    device: str
+    log: str
+    vocab_size: int
+    prompt: str
+    sample_tokens: int
+
+
+def hub_documents(data: config.DataConfig) -> Iterator[str]:
+    rows = sources.hub_rows(data.name, data.split, config=data.subset or None, streaming=data.streaming)
+    for where, row in itertools.islice(rows, data.limit or None):
+        yield sources.text_of(row, data.field, where)
+
+
+def documents(data: config.DataConfig) -> tuple[Documents, Documents, str]:
+    """The training documents, the held-out ones, and a string that changes when either does."""
+    train_docs: Documents
+    val_docs: Documents
+    if data.kind == "shakespeare":
+        root = shakespeare.FOLDER
+        source = shakespeare.build(root)["fingerprint"]
+        train_docs = partial(sources.documents, root / "train.jsonl")
+        val_docs = partial(sources.documents, root / "val.jsonl")
+    else:
+        path = Path(data.path if data.kind == "mine" else data.name)
+        source = sources.fingerprint(path) if data.kind == "mine" or path.is_dir() else data.name
+        source = json.dumps([source, data.subset, data.split, data.limit, data.field, data.val_fraction])
+        every: Documents = (
+            partial(sources.documents, path, data.field) if data.kind == "mine" else partial(hub_documents, data)
+        )
+
+        def side(which: int) -> Documents:
+            return lambda: sources.split_documents(every, data.val_fraction)[which]
+
+        train_docs, val_docs = side(0), side(1)
+    if data.generate:
+        train_docs = chain(train_docs, lambda: tasks.drill_text(data.generate, seed=0))
+    return train_docs, val_docs, f"{source} drills {data.generate}"
+
+
+def main() -> None:
+    cfg = config.load("pretrain", Config)
+    cfg.train.check()
+    cfg.data.check(("shakespeare", "mine", "hub"))
+    out = Path(cfg.out)
+    device = machine.pick_device(cfg.device)
+    dtype, why = machine.pick_dtype(cfg.train.dtype, device)
+
+    corpus = prepare(*documents(cfg.data), cfg.vocab_size, Path(cfg.cache))
+    shape = GPTConfig.from_dict(cfg.model | {"vocab_size": corpus.tokenizer.vocab_size}, "configuration of pretrain")
+    torch.manual_seed(cfg.train.seed)
+    model = GPT(shape).to(device)
+    windows = Windows(corpus.train, shape.block_size, cfg.train.seed)
+
+    log = RunLog(out, "base", config.plain(cfg), cfg.log, cfg.train.resume)
+    log.say(f"{machine.describe(device)}; {why}")
+    log.say(
+        f"{corpus.train.meta['bytes'] / 1e6:.2f} MB to train on, {len(corpus.train):,} tokens; "
+        f"{corpus.val.meta['bytes'] / 1e6:.2f} MB held out; model of {model.n_parameters() / 1e6:.2f} M parameters"
+    )
+
+    def batches(step: int) -> list[Batch]:
+        rows = torch.from_numpy(windows.batch(step, cfg.train.batch_size))
+        return [
+            Batch((part[:, :-1], part[:, 1:]), part[:, 1:].numel(), part[:, 1:].numel())
+            for part in rows.split(cfg.train.micro_batch_size)
+        ]
+
+    hidden_states = torch.compile(model.hidden_states, dynamic=False) if cfg.train.compile else model.hidden_states
+
+    def loss(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        x, y = batch.inputs
+        with machine.autocast(device, dtype):
+            hidden = hidden_states(x)
+        return linear_cross_entropy(hidden, model.lm_head.weight, y, dtype), {}
+
+    def sample() -> str:
+        prompt = torch.tensor([[corpus.tokenizer.eot_id, *corpus.tokenizer.encode(cfg.prompt)]], device=device)
+        generator = torch.Generator(device).manual_seed(cfg.train.seed)
+        ids = model.generate(prompt, cfg.sample_tokens, temperature=0.8, top_p=0.95, generator=generator)
+        return corpus.tokenizer.decode(ids[0, 1:].tolist())
+
+    stage = Stage(
+        name="base",
+        batches=batches,
+        loss=loss,
+        evaluate=lambda: {"bits_per_byte": bits_per_byte(model, corpus.tokenizer, corpus.val, dtype)},
+        sample=sample,
+        flops_per_token=model.flops_per_token(shape.block_size),
+    )
+    config.save(cfg, out / "config_base.yaml")
+    result = train(model, stage, cfg.train, cfg.optim, out, log)
+
+    path = checkpoint.save(
+        out,
+        checkpoint.Checkpoint(
+            "base",
+            shape.to_dict(),
+            model.state_dict(),
+            corpus.tokenizer,
+            result.step,
+            result.metrics | {"tokens_per_s": result.tokens_per_s},
+            config.plain(cfg),
+            {"text": corpus.fingerprint},
+        ),
+    )
+    plot = log.plot([("loss", "loss (nats/token)"), ("bits_per_byte", "held out (bits/byte)")])
+    log.say(
+        f"{result.step} steps at {result.tokens_per_s:,.0f} tokens/s, held out {result.metrics['bits_per_byte']:.3f} bits/byte"
+    )
+    log.say(f"checkpoint {path}, folder {out / 'base'}, metrics {log.path}, plot {plot}")
+    log.say("next: make sft (teach it to answer), or python kv_cache.py (watch the cache)")
+    log.close()
+
+
+if __name__ == "__main__":
+    run(main)
