@@ -12,7 +12,6 @@ same for `control`, pairs_*.jsonl, metrics_*.jsonl and plot_*.png.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -206,10 +205,10 @@ def main() -> None:
         val_pairs, _ = sample_pairs(cached, tok, dev, cfg.dpo, cfg.train.seed + 1, "sampling held-out answers")
     else:
         train_pairs, val_pairs, counts = own_pairs(cfg.data)
-    for name, pairs in (("train", train_pairs), ("heldout", val_pairs)):
+    for name, kept in (("train", train_pairs), ("heldout", val_pairs)):
         lines = (
             json.dumps({"prompt": p.prompt, "chosen": p.chosen, "rejected": p.rejected}, ensure_ascii=False)
-            for p in pairs
+            for p in kept
         )
         write_text(out / f"pairs_{name}.jsonl", "".join(line + "\n" for line in lines))
     pairs = PairRows(tok, train_pairs, model.config.block_size, cfg.train.seed)

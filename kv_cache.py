@@ -10,15 +10,25 @@ runs the network on one new token only. docs/kv_cache.md tells the whole story w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from base_model import GPT, GPTConfig, KeepKV
-from pocketgpt import sampling
+from pocketgpt import checkpoint, config, sampling
+from pocketgpt import device as machine
+from pocketgpt.errors import UserError, run
+from pocketgpt.files import atomic_path, write_json
+from pocketgpt.metrics import bar, console
 
 
 def kv_cache_bytes(config: GPTConfig, batch: int, length: int, bytes_per_element: int) -> int:
@@ -290,3 +300,261 @@ class CachedGPT(GPT):
                 ids = torch.cat((ids, token[:, None]), dim=1)
                 logits = self.lm_head(self.extend(token[:, None], cache)[:, -1])
         return answers
+
+
+# --- the program ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Config:
+    """See configs/kv_cache.yaml for units and meaning."""
+
+    checkpoint: str
+    out: str
+    device: str
+    prompt: str
+    new_tokens: int
+    prompt_lengths: list[int]
+    repeats: int
+    tolerance: float
+
+
+def find_checkpoint(cfg: Config) -> Path:
+    """The one that is named, or the newest stage of sft and base that is there."""
+    if cfg.checkpoint:
+        return Path(cfg.checkpoint)
+    for stage in ("sft", "base"):
+        path = Path(cfg.out) / f"ckpt_{stage}.pt"
+        if path.exists():
+            return path
+    raise UserError(
+        f"{cfg.out}: no ckpt_sft.pt and no ckpt_base.pt there; run `make pretrain` first, or name one with checkpoint=PATH"
+    )
+
+
+# What is fed to the cache in each row of the proof, as sizes of chunks; a negative number rewinds by so many tokens.
+def ways_to_feed(length: int) -> dict[str, list[int]]:
+    third = length // 3
+    return {
+        "token by token": [1] * length,
+        "one prefill": [length],
+        "uneven chunks": [third, 1, 2, length - third - 3],
+        "after a rewind": [length - 2, -third, third, 2],
+    }
+
+
+def feed(model: CachedGPT, ids: Tensor, cache: KVCache, chunks: Sequence[int]) -> Tensor:
+    """Logits of all positions of ids (B, T), computed chunk by chunk on the cache; those of a rewound part are replaced."""
+    logits = torch.empty(*ids.shape, model.config.vocab_size, device=ids.device)
+    for chunk in chunks:
+        if chunk < 0:
+            cache.crop(cache.length + chunk)
+        else:
+            at = slice(cache.length, cache.length + chunk)
+            logits[:, at] = model(ids[:, at], cache)[0]
+    assert cache.length == ids.size(1)
+    return logits
+
+
+def prove(model: CachedGPT, reference: GPT, ids: Tensor, tolerance: float) -> list[dict[str, Any]]:
+    """Compare cached logits with the full forward pass over all positions of ids (1, T), in every way to feed them."""
+    vocab = reference.config.vocab_size
+    batch = torch.cat((ids, ids.flip(1), (ids + 1) % vocab))
+    # Rows of a ragged batch, padded on the left: each must equal itself alone.
+    cut = ids.size(1) // 4
+    starts = torch.tensor([0, cut], device=ids.device)
+    ragged = torch.cat((ids, torch.cat((torch.zeros_like(ids[:, :cut]), ids[:, cut:]), dim=1)))
+    results = []
+    with torch.inference_mode():
+        full, full_batch, full_short = reference(ids), reference(batch), reference(ids[:, cut:])
+        for kind, new in (("dynamic", DynamicCache), ("static", StaticCache)):
+
+            def cache(rows: int, starts: Tensor | None = None, new: Any = new) -> KVCache:
+                more = {} if new is DynamicCache else {"device": ids.device}
+                return new(model.config, rows, starts, **more)
+
+            outputs = {
+                way: (full, feed(model, ids, cache(1), chunks)) for way, chunks in ways_to_feed(ids.size(1)).items()
+            }
+            chunks = ways_to_feed(ids.size(1))["uneven chunks"]
+            outputs["batch of 3"] = (full_batch, feed(model, batch, cache(3), chunks))
+            both = feed(model, ragged, cache(2, starts), chunks)
+            outputs["ragged batch"] = (torch.cat((full, full_short), 1), torch.cat((both[:1], both[1:, cut:]), 1))
+            for way, (right, got) in outputs.items():
+                difference = float((right - got).abs().max())
+                agreement = float((right.argmax(-1) == got.argmax(-1)).float().mean())
+                ok = difference <= tolerance
+                results.append(
+                    {"cache": kind, "way": way, "difference": difference, "argmax_agreement": agreement, "ok": ok}
+                )
+    return results
+
+
+def decode(model: GPT, ids: Tensor, n: int, device: torch.device) -> tuple[float, float, Tensor]:
+    """Generate n tokens greedily: (seconds to the first token, seconds for the others, the ids)."""
+    machine.synchronize(device)
+    start = time.perf_counter()
+    model.generate(ids, 1, temperature=0.0)
+    machine.synchronize(device)
+    first = time.perf_counter() - start
+    start = time.perf_counter()
+    out = model.generate(ids, n, temperature=0.0)
+    machine.synchronize(device)
+    return first, max(1e-9, time.perf_counter() - start - first), out
+
+
+def race(
+    cached: GPT, plain: GPT, ids: Tensor, n: int, repeats: int, device: torch.device, tick: Callable[[], object]
+) -> dict[str, float]:
+    """The same greedy generation with and without the cache, alternating, medians; raises if the tokens differ."""
+    seconds: dict[str, list[tuple[float, float]]] = {"cached": [], "plain": []}
+    outputs = {}
+    for turn in range(repeats + 1):  # the first turn warms up
+        for name, model in (("cached", cached), ("plain", plain)):
+            first, rest, outputs[name] = decode(model, ids, n if turn else min(n, 4), device)
+            if turn:
+                seconds[name].append((first, rest))
+        tick()
+    if not torch.equal(outputs["cached"], outputs["plain"]):
+        where = int((outputs["cached"] != outputs["plain"]).nonzero()[0, 1]) - ids.size(1)
+        raise UserError(
+            f"greedy tokens differ with and without the cache, from new token {where} on: the cache is wrong"
+        )
+    result = {"prompt_tokens": float(ids.size(1)), "new_tokens": float(n)}
+    for name, pairs in seconds.items():
+        result[f"{name}_first_token_s"] = statistics.median(first for first, _ in pairs)
+        result[f"{name}_tokens_per_s"] = (n - 1) / statistics.median(rest for _, rest in pairs)
+    result["ratio"] = result["cached_tokens_per_s"] / result["plain_tokens_per_s"]
+    return result
+
+
+def plot(rows: list[dict[str, float]], path: Path) -> None:
+    """Time per token against the length of the context, with and without the cache."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    lengths = [row["prompt_tokens"] for row in rows]
+    for name, label in (("plain", "without cache"), ("cached", "with cache")):
+        rates = [row[f"{name}_tokens_per_s"] for row in rows]
+        left.plot(lengths, rates, marker="o", label=label)
+        right.plot(lengths, [1000 / rate for rate in rates], marker="o", label=label)
+    left.set(xlabel="context (tokens)", ylabel="decode (tokens/s)", ylim=(0, None))
+    right.set(xlabel="context (tokens)", ylabel="time per token (ms)", ylim=(0, None))
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.suptitle("Generation with and without the KV cache")
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
+    plt.close(figure)
+
+
+def main() -> None:
+    cfg = config.load("kv_cache", Config)
+    path = find_checkpoint(cfg)
+    device = machine.pick_device(cfg.device)
+    loaded = checkpoint.load(path)
+    plain, cached = GPT.from_loaded(loaded, device), CachedGPT.from_loaded(loaded, device)
+    tok, shape = loaded.tokenizer, plain.config
+    lengths = [n for n in cfg.prompt_lengths if n < shape.block_size]
+    text = tok.encode(cfg.prompt)
+    longest = max(96, *lengths) if lengths else 96
+    ids = torch.tensor([[tok.eot_id, *(text * (longest // len(text) + 1))][:longest]], device=device)
+    prompt = ids[:, : 1 + len(text)]
+    console.print(
+        f"{path}: {plain.n_parameters() / 1e6:.2f} M parameters, stage {loaded.stage}; float32 on {machine.describe(device)}",
+        markup=False,
+    )
+
+    proof = prove(cached, plain, ids[:, : min(96, shape.block_size)], cfg.tolerance)
+    table = Table(
+        "cache", "fed as", "max |full - cached|", "same argmax", "", title="Correctness, over all positions, float32"
+    )
+    for row in proof:
+        table.add_row(
+            row["cache"],
+            row["way"],
+            f"{row['difference']:.1e}",
+            f"{row['argmax_agreement']:.1%}",
+            "ok" if row["ok"] else "WRONG",
+        )
+    console.print(table)
+    wrong = [row for row in proof if not row["ok"]]
+    if wrong:
+        raise UserError(
+            f"{len(wrong)} of {len(proof)} ways exceed the tolerance of {cfg.tolerance}: the cache is wrong"
+        )
+
+    progress, task = bar("timing", (len(lengths) + 1) * (cfg.repeats + 1))
+    with progress:
+        advance = partial(progress.advance, task)
+        main_race = race(cached, plain, prompt, cfg.new_tokens, cfg.repeats, device, advance)
+        by_length = [race(cached, plain, ids[:, :n], 9, cfg.repeats, device, advance) for n in lengths]
+    table = Table(
+        "",
+        "first token (ms)",
+        "decode (tokens/s)",
+        title=f"Speed: {prompt.size(1)} prompt + {cfg.new_tokens} new tokens, greedy, batch 1",
+    )
+    for name, label in (("plain", "without cache"), ("cached", "with cache")):
+        table.add_row(
+            label, f"{1000 * main_race[f'{name}_first_token_s']:.1f}", f"{main_race[f'{name}_tokens_per_s']:,.0f}"
+        )
+    table.add_row("ratio", "", f"{main_race['ratio']:.1f}x")
+    console.print(table)
+    table = Table(
+        "context (tokens)",
+        "without (ms/token)",
+        "with (ms/token)",
+        "ratio",
+        title="Time per token: without the cache it grows with the context",
+    )
+    for row in by_length:
+        table.add_row(
+            f"{row['prompt_tokens']:.0f}",
+            f"{1000 / row['plain_tokens_per_s']:.1f}",
+            f"{1000 / row['cached_tokens_per_s']:.1f}",
+            f"{row['ratio']:.1f}x",
+        )
+    console.print(table)
+
+    held = min(shape.block_size, prompt.size(1) + cfg.new_tokens)
+    static = cached.new_cache(1, capacity=held)
+    dynamic = DynamicCache(shape)
+    feed(cached, ids[:, :64], dynamic, [64])
+    memory = {
+        "tokens": held,
+        "formula_bytes": kv_cache_bytes(shape, 1, held, 4),
+        "static_bytes": static.nbytes(),
+        "dynamic_tokens": dynamic.length,
+        "dynamic_formula_bytes": kv_cache_bytes(shape, 1, dynamic.length, 4),
+        "dynamic_bytes": dynamic.nbytes(),
+    }
+    console.print(
+        f"Memory: 2 x {shape.n_layer} layers x 1 row x {held} tokens x {shape.n_kv_head} kv heads x {shape.width_of_head} x 4 bytes = "
+        f"{memory['formula_bytes']:,} bytes; StaticCache allocated {memory['static_bytes']:,}\n"
+        f"        after {dynamic.length} tokens the formula gives {memory['dynamic_formula_bytes']:,} bytes; DynamicCache holds {memory['dynamic_bytes']:,}",
+        markup=False,
+    )
+    folder = path.parent
+    report = {
+        "checkpoint": str(path),
+        "machine": machine.describe(device),
+        "max_difference": max(row["difference"] for row in proof),
+        "proof": proof,
+        "speed": main_race,
+        "by_length": by_length,
+        "memory": memory,
+    }
+    if by_length:
+        plot(by_length, folder / "plot_kv_cache.png")
+        console.print(f"plot {folder / 'plot_kv_cache.png'}, numbers {folder / 'kv_cache.json'}", markup=False)
+    write_json(folder / "kv_cache.json", report)
+    print(json.dumps({key: report[key] for key in ("checkpoint", "machine", "max_difference", "speed", "memory")}))
+
+
+if __name__ == "__main__":
+    run(main)

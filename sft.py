@@ -22,7 +22,7 @@ from data import shakespeare
 from kv_cache import CachedGPT
 from pocketgpt import chat_template, checkpoint, config, evaluation, sources, tasks
 from pocketgpt import device as machine
-from pocketgpt.errors import UserError, run
+from pocketgpt.errors import run
 from pocketgpt.loss import IGNORE, linear_cross_entropy
 from pocketgpt.metrics import RunLog, console
 from pocketgpt.optim import OptimConfig

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pocketgpt.errors import UserError
@@ -14,6 +16,8 @@ from pocketgpt.metrics import bar, console
 from pocketgpt.token_files import TokenFile, is_current, write_tokens
 from pocketgpt.tokenizer import Tokenizer
 
+# Chat repeats these in every turn, so they should be one token each; no corpus says "assistant" often enough.
+ROLE_WORDS = ["system\nuser\nassistant\n"] * 1000
 Documents = Callable[[], Iterable[str]]  # starts a new pass over the documents each time
 
 
@@ -40,7 +44,7 @@ def prepare(train: Documents, val: Documents, source: str, vocab_size: int, cach
         tokenizer = Tokenizer.load(tokenizer_path)
     else:
         with console.status(f"training a tokenizer of {vocab_size} entries"):
-            tokenizer = Tokenizer.train(train(), vocab_size)
+            tokenizer = Tokenizer.train(itertools.chain(train(), ROLE_WORDS), vocab_size)
         if tokenizer.vocab_size < vocab_size:
             raise UserError(
                 f"the text yields a vocabulary of {tokenizer.vocab_size}, not {vocab_size}: "
@@ -58,7 +62,7 @@ def prepare(train: Documents, val: Documents, source: str, vocab_size: int, cach
                     documents(),
                     tokenizer,
                     source=source,
-                    progress=lambda n, progress=progress, task=task: progress.advance(task, n),
+                    progress=partial(progress.advance, task),
                 )
         files.append(TokenFile.open(path, tokenizer))
     digest = hashlib.sha256("".join(file.meta["data"] for file in files).encode()).hexdigest()

@@ -38,26 +38,26 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-def seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """Median wall-clock seconds of `work`, after one warm-up run."""
-    times = []
+def times(work: Callable[[], object], device: torch.device, repeats: int = 5) -> list[float]:
+    """Wall-clock seconds of `work`, sorted, after one warm-up run."""
+    took = []
     for _ in range(repeats + 1):
         synchronize(device)
         start = time.perf_counter()
         work()
         synchronize(device)
-        times.append(time.perf_counter() - start)
-    return sorted(times[1:])[repeats // 2]
+        took.append(time.perf_counter() - start)
+    return sorted(took[1:])
 
 
 @cache
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Measured FLOP/s of a matrix product of the size that a small GPT makes: the ceiling for MFU."""
+    """Measured FLOP/s of a matrix product of the size that a small GPT makes: the ceiling for MFU, so the best of several."""
     rows, inner, columns = (2048, 512, 2048) if device.type == "cpu" else (8192, 4096, 4096)
     a = torch.randn(rows, inner, device=device, dtype=dtype)
     b = torch.randn(columns, inner, device=device, dtype=dtype)
     with torch.no_grad():
-        return 2.0 * rows * inner * columns / seconds(lambda: torch.nn.functional.linear(a, b), device)
+        return 2.0 * rows * inner * columns / times(lambda: torch.nn.functional.linear(a, b), device, 10)[0]
 
 
 def pick_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -80,12 +80,21 @@ class Score:
         return sum(map(len, self.answers)) / len(self.answers)
 
 
-def heldout_items(speeches: Sequence[tasks.Speech]) -> tuple[list[tasks.Item], list[tasks.Item]]:
-    """(test, dev) items from the held-out combinations, disjoint: every stage is chosen on dev and reported on test."""
+def heldout_items(
+    speeches: Sequence[tasks.Speech], n_test: int = TEST_ITEMS
+) -> tuple[list[tasks.Item], list[tasks.Item]]:
+    """(test, dev) items from the held-out combinations, disjoint: every stage is chosen on dev and reported on test.
+
+    n_test: test items per family, at most TEST_ITEMS.
+    """
     items = tasks.make_items(TEST_ITEMS + DEV_ITEMS, heldout=True, seed=1, speeches=speeches)
     test, dev = [], []
     for i, item in enumerate(items):
-        (test if i % (TEST_ITEMS + DEV_ITEMS) < TEST_ITEMS else dev).append(item)
+        place = i % (TEST_ITEMS + DEV_ITEMS)
+        if place >= TEST_ITEMS:
+            dev.append(item)
+        elif place < n_test:
+            test.append(item)
     return test, dev
 
 
@@ -142,9 +151,6 @@ def answer_log_probs(model: GPT, rows: Tensor, targets: Tensor, dtype: torch.dty
     return torch.zeros(rows.size(0), device=device).index_add(0, owner, chosen)
 
 
-def percent(pair: tuple[int, int]) -> str:
+def percent(pair: Sequence[int]) -> str:
+    """(successes, trials) as a share; a dash without trials."""
     return f"{pair[0] / pair[1]:.1%}" if pair[1] else "-"
-
-
-def jsonable(score: Score) -> dict[str, Any]:
-    return {family: {"passed": k, "of": n} for family, (k, n) in score.by_family().items()}

@@ -172,7 +172,7 @@ def weights_to_hf(config: dict[str, Any], weights: dict[str, Tensor]) -> dict[st
             new = "transformer." + name.replace("blocks.", "h.").replace("attn.q_proj", "attn.c_attn")
             theirs[new] = joined.T.contiguous() if joined.dim() == 2 else joined
         elif ".k_proj." not in name and ".v_proj." not in name:
-            transpose = tensor.dim() == 2 and ".attn." in name or ".mlp." in name and tensor.dim() == 2
+            transpose = (tensor.dim() == 2 and ".attn." in name) or (".mlp." in name and tensor.dim() == 2)
             theirs[to_gpt2(name)] = (tensor.T if transpose else tensor).clone().contiguous()
     return theirs
 

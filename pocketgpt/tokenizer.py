@@ -4,7 +4,6 @@ Ids 0, 1 and 2 are the control tokens, the next 256 are the bytes, the rest are 
 """
 
 import hashlib
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,14 +16,6 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from pocketgpt.chat_template import TEMPLATE
 from pocketgpt.errors import UserError
 from pocketgpt.files import write_json, write_text
-
-# The library's threads do not survive a fork: a child (data loader, `map` with processes) that used them would hang. It
-# turns them off there by itself, but with a warning each time. So they are off across every fork, and on otherwise.
-if "TOKENIZERS_PARALLELISM" not in os.environ and hasattr(os, "register_at_fork"):  # Windows has no fork
-    os.register_at_fork(
-        before=lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"),
-        after_in_parent=lambda: os.environ.pop("TOKENIZERS_PARALLELISM", None),
-    )
 
 # A chunk ends before whitespace, or, where there is none for 1,000 characters, anywhere. The time to train grows with
 # the square of the longest run without whitespace: 300,000 letters in one run already take as long as 5 MB of words.
@@ -161,7 +152,7 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` for many texts at once, on all processors."""
+        """`encode` for many texts at once, on all processors (in a forked process, as `map` starts them, on one)."""
         batch = [_valid(text) for text in texts]
         return [encoding.ids for encoding in self._backend.encode_batch_fast(batch, add_special_tokens=False)]
 

@@ -1,0 +1,173 @@
+"""A conversation with a model: its messages, and the cache that remembers them from turn to turn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pocketgpt.chat_template import Message, render, render_prompt
+from pocketgpt.errors import UserError
+from pocketgpt.sampling import Settings, own_generator, sample
+from pocketgpt.streaming import TextStream
+from pocketgpt.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # the model lives in a top-level script, which this library does not import
+    from kv_cache import CachedGPT
+
+
+class Session:
+    """The messages are the truth, and the cache follows: between calls it holds a prefix of `render(context())`.
+
+    Every change is made to the messages first; then the cache is cropped to what it still has in common with them.
+    This one rule covers an undone turn, a second try, turns that no longer fit, and an answer that the model wrote in
+    other tokens than the tokenizer splits it into (the next turn must read it as training would have shown it).
+    """
+
+    def __init__(
+        self,
+        model: CachedGPT,
+        tok: Tokenizer,
+        settings: Settings,
+        *,
+        system: str = "",
+        max_new_tokens: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """max_new_tokens: per answer; None: as many as fit. seed: in [0, 2^63); None: a new one each time.
+
+        Raises:
+            UserError: on a value outside its range, or a system prompt that leaves no room to talk.
+        """
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise UserError(f"max_new_tokens is {max_new_tokens}: it must be at least 1")
+        if seed is not None and not 0 <= seed < 2**63:
+            raise UserError(f"seed is {seed}: it must be at least 0 and below 2^63")
+        self.model, self.tok, self.settings = model, tok, settings
+        self.max_new_tokens = max_new_tokens
+        device = model.embed.weight.device
+        self.generator = own_generator(device) if seed is None else torch.Generator(device).manual_seed(seed)
+        self.block_size = model.config.block_size
+        # An answer can count on a quarter of the context, unless it needs less.
+        self.reserve = min(max_new_tokens or self.block_size, self.block_size // 4)
+        self.cache = model.new_cache()
+        self.cached: list[int] = []  # the ids whose keys and values the cache holds
+        self.system: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.messages: list[Message] = []  # user and assistant in turn, all of them
+        self.dropped = 0  # how many of them, from the oldest, are no longer in the context
+        self.ending = ""  # why the last answer ended: "stop", "length", "context" or "interrupted"
+        self.n_new = 0  # tokens of the last answer
+        if self._room(render_prompt(tok, [*self.system, {"role": "user", "content": ""}])) < 1:
+            raise UserError(f"the system prompt does not fit into the context of {self.block_size} tokens: shorten it")
+
+    def context(self) -> list[Message]:
+        """What the model sees."""
+        return self.system + self.messages[self.dropped :]
+
+    def conversation(self) -> list[Message]:
+        """Everything that was said, also what no longer fits into the context."""
+        return self.system + self.messages
+
+    def ask(self, text: str) -> int:
+        """Add a user message; `answer` must follow. Returns how many old turns leave the context to make room for it.
+
+        Raises:
+            UserError: if it would not fit even alone. The conversation is as it was.
+        """
+        question = {"role": "user", "content": text}
+        room = self._room(render_prompt(self.tok, [*self.system, question]))
+        if room < 0:
+            raise UserError(
+                f"the message is {-room} tokens too long for the context of {self.block_size}, of which "
+                f"{self.reserve} are kept for the answer: shorten it"
+            )
+        first = len(self.messages)
+        while first > 0:
+            room -= len(render(self.tok, self.messages[first - 2 : first])[0])
+            if room < 0:
+                break
+            first -= 2
+        newly = max(0, first - self.dropped) // 2
+        self.dropped = first
+        self.messages.append(question)
+        return newly
+
+    def answer(self) -> Iterator[str]:
+        """Sample the answer to the last message: its text in pieces, one per token, some of them empty.
+
+        The answer is what was yielded. Closing the iterator ends it early; it is part of the conversation all the same.
+        """
+        said: list[str] = []
+        self.ending, self.n_new = "interrupted", 0
+        stream = TextStream(self.tok)
+        try:
+            prompt = render_prompt(self.tok, self.context())
+            # The last token runs again where all are held, because its logits are not.
+            self._crop(prompt[:-1])
+            logits = self._extend(prompt[len(self.cached) :])
+            while True:
+                seen = torch.tensor([self.cached], device=logits.device)
+                token = int(sample(logits, self.settings, seen, self.model.n_tokens, self.generator))
+                if token in (self.tok.eot_id, self.tok.im_start_id, self.tok.im_end_id):  # none of them is text
+                    self.ending = "stop"
+                    break
+                self.n_new += 1
+                said.append(stream.push(token))
+                yield said[-1]
+                if self.n_new == self.max_new_tokens:
+                    self.ending = "length"
+                    break
+                if len(self.cached) == self.block_size:
+                    self.ending = "context"
+                    break
+                logits = self._extend([token])
+            said.append(stream.flush())
+            yield said[-1]
+        finally:
+            self.messages.append({"role": "assistant", "content": "".join(said)})
+            self._follow()
+
+    def undo(self) -> str:
+        """Forget the last question and its answer. Returns the question. UserError if there is none."""
+        if not self.messages:
+            raise UserError("nothing has been said yet")
+        question = self.messages[-2]["content"]
+        del self.messages[-2:]
+        self._follow()
+        return question
+
+    def retract(self) -> None:
+        """Forget the last answer; `answer` must follow, with a fresh draw. UserError if there is none."""
+        if not self.messages:
+            raise UserError("nothing has been said yet")
+        del self.messages[-1]
+
+    def reset(self) -> None:
+        """Forget everything but the system prompt."""
+        self.messages.clear()
+        self._follow()
+
+    def _room(self, prompt: list[int]) -> int:
+        """Tokens that are left beside a prompt and the reserve for its answer; below 0 if it does not fit."""
+        return self.block_size - self.reserve - len(prompt)
+
+    def _follow(self) -> None:
+        self.dropped = min(self.dropped, len(self.messages))
+        self._crop(render(self.tok, self.context())[0])
+
+    def _crop(self, ids: list[int]) -> None:
+        """Keep of the cache what begins `ids`."""
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.cached, ids, strict=False)))
+        del self.cached[same:]
+        self.cache.crop(same)
+
+    @torch.inference_mode()
+    def _extend(self, ids: list[int]) -> Tensor:
+        """Run new ids on top of the cache: the logits after the last of them, (1, vocab_size)."""
+        device = self.model.embed.weight.device
+        hidden = self.model.extend(torch.tensor([ids], device=device), self.cache)
+        self.cached += ids
+        return self.model.lm_head(hidden[:, -1])
