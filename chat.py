@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 from kv_cache import CachedGPT
 from pocketgpt import checkpoint
@@ -48,8 +49,9 @@ PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 def main() -> None:
     args = parse(sys.argv[1:])
-    for stream in (sys.stdin, sys.stdout):  # whatever the locale says
-        stream.reconfigure(encoding="utf-8")  # type: ignore[union-attr]  # only replaced streams cannot
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8")  # whatever the locale says
     settings = Settings(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
     loaded = checkpoint.load(args.checkpoint)
     model = CachedGPT.from_loaded(loaded, pick_device(args.device))
@@ -58,7 +60,7 @@ def main() -> None:
     )
     chat = Chat(session, interactive=args.prompt is None and sys.stdin.isatty() and sys.stdout.isatty())
     if args.prompt is not None:
-        if not args.prompt:
+        if not args.prompt.strip():
             raise UserError("the prompt is empty: say something")
         chat.ask(args.prompt)
     elif chat.interactive:
@@ -122,9 +124,9 @@ class Chat:
         empty = True
         try:
             for line in lines:
-                if line.strip():
+                if line := line.strip():
                     empty = False
-                    self.take(line.rstrip("\r\n"))
+                    self.take(line)
         except EOFError:
             return
         except UnicodeDecodeError as error:
@@ -138,9 +140,10 @@ class Chat:
         interrupted = False
         while True:
             try:
-                line = input("\n> ")
+                print()
+                line = input("> ").strip()
                 interrupted = False
-                if line.strip():
+                if line:
                     history.add(line)
                     self.take(line)
             except UserError as error:
@@ -159,7 +162,7 @@ class Chat:
 
     def take(self, line: str) -> None:
         """A command or a message. Raises EOFError to leave."""
-        command, _, argument = line.strip().partition(" ")
+        command, _, argument = line.partition(" ")
         if not command.startswith("/"):
             self.ask(line)
         elif command == "/reset":
@@ -171,10 +174,9 @@ class Chat:
                 f"forgotten, with its answer: {textwrap.shorten(question.translate(PICTURES), 60, placeholder=' ...')}"
             )
         elif command == "/regenerate":
-            self.session.retract()
+            self.answer()
             if self.session.settings.temperature == 0:
                 note("with temperature 0 the answer is always the same")
-            self.answer()
         elif command == "/save":
             self.save(argument.strip())
         elif command == "/help":
@@ -207,14 +209,12 @@ class Chat:
                 print(flush=True)
         if self.session.ending == "context":
             note(f"the context of {self.session.block_size} tokens is full: the answer ends here")
-        if self.session.ending == "length":
-            note(f"the answer ends here, after {self.session.n_new} tokens: --max-new-tokens")
         if self.interactive:
             # The first token waited for the prompt to be read; the others show the speed of writing.
             rate = f", {(len(times) - 1) / (times[-1] - times[0]):,.0f} tok/s" if len(times) > 1 else ""
-            stopped = "stopped, " if self.session.ending == "interrupted" else ""
+            why = {"interrupted": "stopped, ", "length": "cut at --max-new-tokens, "}.get(self.session.ending, "")
             context = f"context {len(self.session.cached)}/{self.session.block_size}"
-            note(f"{stopped}{self.session.n_new} tokens{rate}, {context}")
+            note(f"{why}{self.session.n_new} tokens{rate}, {context}")
 
     @contextlib.contextmanager
     def stoppable(self) -> Iterator[threading.Event]:
@@ -279,14 +279,16 @@ class History:
         self.path = None
 
 
-def note(text: str, indent: int = 0, file: TextIO | None = None) -> None:
+def note(text: str, indent: int = 0) -> None:
     """A remark on stderr: dim and wrapped at a terminal, plain elsewhere. Nothing is coloured under NO_COLOR."""
-    file = file or sys.stderr
-    if file.isatty():
-        text = textwrap.fill(text, max(20, shutil.get_terminal_size().columns), subsequent_indent=" " * indent)
+    if sys.stderr.isatty():
+        columns = max(20, shutil.get_terminal_size().columns)
+        text = textwrap.fill(
+            text, columns, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        )
         if not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
             text = f"\033[2m{text}\033[0m"
-    print(text, file=file, flush=True)
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from pocketgpt.tokenizer import Tokenizer
 
 FORMAT = 1
 STAGES = ("base", "sft", "dpo")
-WRAPPERS = ("_orig_mod.", "module.")  # prefixes that torch.compile and DDP put before parameter names
+WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")  # what torch.compile and DDP put before parameter names
 KEYS = {
     "format": int,
     "stage": str,
@@ -54,34 +55,30 @@ class Checkpoint:
 
 def unwrapped(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same weights under the names of the bare model."""
-    clean = {}
-    for name, tensor in state_dict.items():
-        while name.startswith(WRAPPERS):
-            name = name.removeprefix("_orig_mod.").removeprefix("module.")
-        clean[name] = tensor
-    return clean
+    return {WRAPPERS.sub("", str(name)): tensor for name, tensor in state_dict.items()}
 
 
 def save(out: Path, ckpt: Checkpoint) -> Path:
     """Write `ckpt_<stage>.pt` and the folder `<stage>/` under `out`, and point `latest` at it. Returns the .pt path."""
     weights = {name: tensor.detach().cpu() for name, tensor in unwrapped(ckpt.state_dict).items()}
     path = out / f"ckpt_{ckpt.stage}.pt"
+    contents = {
+        "format": FORMAT,
+        "stage": ckpt.stage,
+        "config": ckpt.config,
+        "state_dict": weights,
+        "tokenizer": ckpt.tokenizer.to_json(),
+        "chat_template": chat_template.TEMPLATE,
+        "step": ckpt.step,
+        "metrics": ckpt.metrics,
+        "run_config": ckpt.run_config,
+        "fingerprints": ckpt.fingerprints,
+    }
     with atomic_path(path) as temporary:
-        torch.save(
-            {
-                "format": FORMAT,
-                "stage": ckpt.stage,
-                "config": ckpt.config,
-                "state_dict": weights,
-                "tokenizer": ckpt.tokenizer.to_json(),
-                "chat_template": chat_template.TEMPLATE,
-                "step": ckpt.step,
-                "metrics": ckpt.metrics,
-                "run_config": ckpt.run_config,
-                "fingerprints": ckpt.fingerprints,
-            },
-            temporary,
-        )
+        try:
+            torch.save(contents, temporary)
+        except RuntimeError as error:  # torch's writer has no OSError
+            raise UserError(f"cannot write {path}: {first_line(error)}; is the disk full?") from error
     folder = out / ckpt.stage
     hf.save_folder(folder, ckpt.config, weights, stage=ckpt.stage, step=ckpt.step, stop_id=ckpt.tokenizer.im_end_id)
     ckpt.tokenizer.save(folder, ckpt.config["block_size"])
@@ -116,16 +113,13 @@ def load(path: str | Path) -> Checkpoint:
 def load_file(path: Path) -> Checkpoint:
     try:
         raw = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise UserError(
-            f"{path}: refused, it holds more than tensors and plain values; use a checkpoint of ours"
-        ) from None
-    except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-        raise UserError(f"{path}: not a readable checkpoint ({reason}); write it again or name another") from None
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        found = raw.get("format") if isinstance(raw, dict) else None
-        raise UserError(f"{path}: not a pocketgpt checkpoint of format {FORMAT} (found {found!r})")
+    except pickle.UnpicklingError:  # from weights_only, which runs no code that a file brings along
+        raise UserError(f"{path}: refused, it is not a checkpoint of tensors and plain values; name another") from None
+    except Exception as error:  # the reader of a damaged file stumbles over it in any way
+        raise UserError(f"{path}: not a readable checkpoint ({first_line(error)}); write it again or name another") from None
+    found = raw.get("format") if isinstance(raw, dict) else None
+    if not isinstance(found, int) or found != FORMAT:
+        raise UserError(f"{path}: not a pocketgpt checkpoint of format {FORMAT} (found {str(found)[:20]!r})")
     for key, kind in KEYS.items():
         if not isinstance(raw.get(key), kind):
             raise UserError(
@@ -150,9 +144,12 @@ def load_file(path: Path) -> Checkpoint:
 
 def load_folder(path: Path) -> Checkpoint:
     config, weights, about = hf.load_folder(path)
-    return Checkpoint(
-        about.get("stage", path.name), config, weights, Tokenizer.load(path), about.get("step", 0), path=path
-    )
+    stage, step = str(about.get("stage", path.name)), about.get("step", 0)
+    return Checkpoint(stage, config, weights, Tokenizer.load(path), step if isinstance(step, int) else 0, path=path)
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:120]
 
 
 def verify_weights(ckpt: Checkpoint, expected: dict[str, tuple[int, ...]], vocab_size: int) -> None:
@@ -174,6 +171,9 @@ def verify_weights(ckpt: Checkpoint, expected: dict[str, tuple[int, ...]], vocab
             raise UserError(f"{where}: {name} is {found}, its config says {shape}: the file is damaged or mixed up")
         if not torch.isfinite(tensor).all():
             raise UserError(f"{where}: {name} holds NaN or infinity: the run that wrote it had diverged")
+    embed, head = (ckpt.state_dict[name] for name in ("embed.weight", "lm_head.weight"))
+    if ckpt.config.get("tie_embeddings", True) and not torch.equal(embed, head):
+        raise UserError(f"{where}: embed.weight and lm_head.weight differ, its config says that they are one")
     if ckpt.tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"{where}: the tokenizer has {ckpt.tokenizer.vocab_size} ids and the model {vocab_size}: they do not belong together"

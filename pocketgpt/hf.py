@@ -20,6 +20,26 @@ from torch import Tensor
 from pocketgpt.errors import UserError
 from pocketgpt.files import atomic_path, write_json
 
+# The switches of ours that make each of theirs.
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {"position": "learned", "norm": "layernorm", "mlp": "gelu", "qk_norm": False, "bias": True},
+    "llama": {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": False, "bias": False},
+    "qwen3": {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "bias": False},
+}
+CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# What they can switch and we cannot: written like this, and refused when it reads otherwise.
+FIXED: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": True,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+    },
+    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "qwen3": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+}
+
+# Their names of our modules.
 LLAMA_NAMES = {
     "embed": "model.embed_tokens",
     "norm": "model.norm",
@@ -42,19 +62,20 @@ GPT2_NAMES = {
 
 def architecture(config: dict[str, Any]) -> str:
     """Which of theirs a config of ours is: qwen3, llama, gpt2, or pocketgpt when it is none of them."""
-    shape = (config["position"], config["norm"], config["mlp"], config["bias"])
-    if shape == ("rope", "rmsnorm", "swiglu", False):
-        return "qwen3" if config["qk_norm"] else "llama"
-    mha = config["n_kv_head"] == config["n_head"] and not config["head_dim"]
-    if shape == ("learned", "layernorm", "gelu", True) and mha and config["tie_embeddings"] and not config["qk_norm"]:
-        return "gpt2"
-    return "pocketgpt"
+    kind = next((name for name, shape in SHAPES.items() if shape.items() <= config.items()), "pocketgpt")
+    if kind == "gpt2":
+        plain_heads = config["n_kv_head"] == config["n_head"] and config["n_embd"] == head_dim(config) * config["n_head"]
+        return kind if plain_heads and config["tie_embeddings"] else "pocketgpt"
+    return kind
+
+
+def head_dim(config: dict[str, Any]) -> int:
+    return config["head_dim"] or config["n_embd"] // config["n_head"]
 
 
 def config_to_hf(config: dict[str, Any], stop_id: int | None = None) -> dict[str, Any]:
     """Our GPTConfig as a dict -> the contents of config.json."""
     kind = architecture(config)
-    head_dim = config["head_dim"] or config["n_embd"] // config["n_head"]
     common = {
         "model_type": kind,
         "vocab_size": config["vocab_size"],
@@ -63,96 +84,89 @@ def config_to_hf(config: dict[str, Any], stop_id: int | None = None) -> dict[str
         "bos_token_id": None,
         "eos_token_id": stop_id,
     }
+    if kind == "pocketgpt":
+        return common | config
+    common |= FIXED[kind] | {"architectures": [CLASSES[kind]]}
     if kind == "gpt2":
         return common | {
-            "architectures": ["GPT2LMHeadModel"],
             "n_positions": config["block_size"],
             "n_embd": config["n_embd"],
             "n_layer": config["n_layer"],
             "n_head": config["n_head"],
             "n_inner": config["n_inner"] or None,
-            "activation_function": "gelu_new",
             "layer_norm_epsilon": config["norm_eps"],
             "attn_pdrop": config["dropout"],
             "embd_pdrop": config["dropout"],
             "resid_pdrop": config["dropout"],
         }
-    if kind in ("llama", "qwen3"):
-        inner = config["n_inner"] or math.ceil(config["n_embd"] * 8 / 3 / 64) * 64
-        return common | {
-            "architectures": [{"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[kind]],
-            "max_position_embeddings": config["block_size"],
-            "hidden_size": config["n_embd"],
-            "num_hidden_layers": config["n_layer"],
-            "num_attention_heads": config["n_head"],
-            "num_key_value_heads": config["n_kv_head"],
-            "head_dim": head_dim,
-            "intermediate_size": inner,
-            "hidden_act": "silu",
-            "rms_norm_eps": config["norm_eps"],
-            "rope_theta": config["rope_theta"],
-            "attention_bias": False,
-            "mlp_bias": False,
-        }
-    return common | config
+    return common | {
+        "max_position_embeddings": config["block_size"],
+        "hidden_size": config["n_embd"],
+        "num_hidden_layers": config["n_layer"],
+        "num_attention_heads": config["n_head"],
+        "num_key_value_heads": config["n_kv_head"],
+        "head_dim": head_dim(config),
+        "intermediate_size": config["n_inner"] or math.ceil(config["n_embd"] * 8 / 3 / 64) * 64,
+        "rms_norm_eps": config["norm_eps"],
+        "rope_theta": config["rope_theta"],
+        "attention_dropout": config["dropout"],
+    }
 
 
 def config_from_hf(raw: dict[str, Any], where: Path) -> dict[str, Any]:
-    """config.json -> our GPTConfig as a dict. Raises UserError on an architecture or a feature that we do not have."""
+    """config.json -> our GPTConfig as a dict, types unchecked.
+
+    Raises:
+        UserError: on an architecture or a feature that we do not have, or an entry that is missing.
+    """
     kind = raw.get("model_type")
+    if kind == "pocketgpt":
+        theirs = ("model_type", "architectures", "tie_word_embeddings", "torch_dtype", "bos_token_id", "eos_token_id")
+        return {key: value for key, value in raw.items() if key not in (*theirs, "pocketgpt")}
+    if not isinstance(kind, str) or kind not in SHAPES:
+        raise UserError(f"{where}: model_type {kind!r} is not supported; supported: {', '.join(SHAPES)}")
+    for key, only in FIXED[kind].items():
+        if raw.get(key) not in (None, only):
+            raise UserError(f"{where}: {key}={raw[key]!r} is not supported for {kind}, only {only!r}")
     try:
         if kind == "gpt2":
-            if raw.get("activation_function", "gelu_new") != "gelu_new":
-                raise UserError(f"{where}: activation {raw['activation_function']!r} is not supported for gpt2")
-            return {
+            return SHAPES[kind] | {
                 "vocab_size": raw["vocab_size"],
                 "block_size": raw["n_positions"],
                 "n_layer": raw["n_layer"],
                 "n_head": raw["n_head"],
                 "n_kv_head": raw["n_head"],
                 "n_embd": raw["n_embd"],
+                "head_dim": 0,
                 "n_inner": raw.get("n_inner") or 0,
-                "position": "learned",
-                "norm": "layernorm",
-                "mlp": "gelu",
-                "qk_norm": False,
-                "bias": True,
                 "tie_embeddings": True,
                 "norm_eps": raw["layer_norm_epsilon"],
+                "dropout": raw.get("resid_pdrop", 0.0),
             }
-        if kind in ("llama", "qwen3"):
-            scaling = raw.get("rope_scaling") or {}
-            if scaling.get("rope_type", scaling.get("type", "default")) != "default":
-                raise UserError(f"{where}: rope scaling {scaling} is not supported")
-            for feature in ("use_sliding_window", "attention_bias", "mlp_bias"):
-                if raw.get(feature):
-                    raise UserError(f"{where}: {feature} is not supported")
-            theta = raw.get("rope_theta") or (raw.get("rope_parameters") or {}).get("rope_theta", 10_000.0)
-            head_dim = raw.get("head_dim") or 0
-            return {
-                "vocab_size": raw["vocab_size"],
-                "block_size": raw["max_position_embeddings"],
-                "n_layer": raw["num_hidden_layers"],
-                "n_head": raw["num_attention_heads"],
-                "n_kv_head": raw.get("num_key_value_heads") or raw["num_attention_heads"],
-                "n_embd": raw["hidden_size"],
-                "head_dim": 0 if head_dim * raw["num_attention_heads"] == raw["hidden_size"] else head_dim,
-                "n_inner": raw["intermediate_size"],
-                "position": "rope",
-                "norm": "rmsnorm",
-                "mlp": "swiglu",
-                "qk_norm": kind == "qwen3",
-                "bias": False,
-                "tie_embeddings": raw.get("tie_word_embeddings", False),
-                "norm_eps": raw["rms_norm_eps"],
-                "rope_theta": float(theta),
-            }
+        return SHAPES[kind] | {
+            "vocab_size": raw["vocab_size"],
+            "block_size": raw["max_position_embeddings"],
+            "n_layer": raw["num_hidden_layers"],
+            "n_head": raw["num_attention_heads"],
+            "n_kv_head": raw.get("num_key_value_heads") or raw["num_attention_heads"],
+            "n_embd": raw["hidden_size"],
+            "head_dim": raw.get("head_dim", 128 if kind == "qwen3" else 0) or 0,  # what their code takes for granted
+            "n_inner": raw["intermediate_size"],
+            "tie_embeddings": raw.get("tie_word_embeddings", False),
+            "norm_eps": raw["rms_norm_eps"],
+            "rope_theta": rope_theta(raw, where),
+            "dropout": raw.get("attention_dropout", 0.0),
+        }
     except KeyError as error:
         raise UserError(f"{where}: no entry {error} in it; it is not a complete {kind} config") from None
-    if kind == "pocketgpt":
-        theirs = ("model_type", "architectures", "tie_word_embeddings", "torch_dtype", "bos_token_id", "eos_token_id")
-        return {key: value for key, value in raw.items() if key not in (*theirs, "pocketgpt")}
-    raise UserError(f"{where}: model_type {kind!r} is not supported; supported: qwen3, llama, gpt2")
+
+
+def rope_theta(raw: dict[str, Any], where: Path) -> Any:
+    """The base of the rotary frequencies, which transformers 5 keeps among the rope_parameters and 4 beside them."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise UserError(f"{where}: rope scaling {rope} is not supported")
+    return rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
 
 
 def weights_to_hf(config: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -172,14 +186,12 @@ def weights_to_hf(config: dict[str, Any], weights: dict[str, Tensor]) -> dict[st
             new = "transformer." + name.replace("blocks.", "h.").replace("attn.q_proj", "attn.c_attn")
             theirs[new] = joined.T.contiguous() if joined.dim() == 2 else joined
         elif ".k_proj." not in name and ".v_proj." not in name:
-            transpose = (tensor.dim() == 2 and ".attn." in name) or (".mlp." in name and tensor.dim() == 2)
-            theirs[to_gpt2(name)] = (tensor.T if transpose else tensor).clone().contiguous()
+            theirs[to_gpt2(name)] = (tensor.T if is_conv1d(name, tensor) else tensor).clone().contiguous()
     return theirs
 
 
-def weights_from_hf(config: dict[str, Any], theirs: dict[str, Tensor], where: Path) -> dict[str, Tensor]:
-    """Their state_dict -> ours, in float32, with a tied head put back."""
-    kind = architecture(config)
+def weights_from_hf(kind: str, tied: bool, theirs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Their state_dict -> ours, in float32, with a tied head put back. Names that we do not know stay as they are."""
     ours: dict[str, Tensor] = {}
     for name, tensor in theirs.items():
         tensor = tensor.float()
@@ -187,22 +199,23 @@ def weights_from_hf(config: dict[str, Any], theirs: dict[str, Tensor], where: Pa
             name = name.removeprefix("transformer.")
             if re.fullmatch(r"h\.\d+\.attn\.(masked_)?bias", name):
                 continue  # the causal mask, which old files carry along
+            tensor = tensor.T.contiguous() if is_conv1d(name, tensor) else tensor
+            name = name.replace("h.", "blocks.", 1)
             if ".attn.c_attn." in name:
-                parts = (tensor.T if tensor.dim() == 2 else tensor).chunk(3, dim=0)
-                for part, piece in zip("qkv", parts, strict=True):
-                    ours[name.replace("h.", "blocks.", 1).replace("c_attn", f"{part}_proj")] = piece.contiguous()
-                continue
-            transpose = tensor.dim() == 2 and (".attn." in name or ".mlp." in name)
-            ours[from_names(name.replace("h.", "blocks.", 1), GPT2_NAMES)] = (
-                tensor.T.contiguous() if transpose else tensor
-            )
-        elif kind == "pocketgpt":
-            ours[name] = tensor
+                for part, piece in zip("qkv", tensor.tensor_split(3), strict=True):
+                    ours[name.replace("c_attn", f"{part}_proj")] = piece.contiguous()
+            else:
+                ours[from_names(name, GPT2_NAMES)] = tensor
         else:
-            ours[from_llama(name)] = tensor
-    if config["tie_embeddings"] and "embed.weight" in ours:
+            ours[name if kind == "pocketgpt" else from_llama(name)] = tensor
+    if tied and "embed.weight" in ours:
         ours["lm_head.weight"] = ours["embed.weight"]
     return ours
+
+
+def is_conv1d(name: str, tensor: Tensor) -> bool:
+    """Whether GPT-2 keeps this one, named either way, as (inputs, outputs): all matrices of its blocks."""
+    return tensor.dim() == 2 and (".attn." in name or ".mlp." in name)
 
 
 def to_llama(name: str) -> str:
@@ -242,9 +255,12 @@ def save_folder(
     folder: Path, config: dict[str, Any], weights: dict[str, Tensor], *, stage: str, step: int, stop_id: int
 ) -> None:
     """Write config.json, generation_config.json and model.safetensors (the tokenizer writes its own files)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic_path(folder / "model.safetensors") as temporary:
-        save_file(weights_to_hf(config, weights), temporary, metadata={"format": "pt"})
+    path = folder / "model.safetensors"
+    with atomic_path(path) as temporary:
+        try:
+            save_file(weights_to_hf(config, weights), temporary, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise UserError(f"cannot write {path}: {error}") from error
     write_json(folder / "config.json", config_to_hf(config, stop_id) | {"pocketgpt": {"stage": stage, "step": step}})
     write_json(
         folder / "generation_config.json",
@@ -263,7 +279,7 @@ def load_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[s
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{folder}: no config.json in it; it is not a model folder") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not readable as JSON ({error})") from None
     if not isinstance(raw, dict):
         raise UserError(f"{path}: not a JSON object")
@@ -275,7 +291,6 @@ def load_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[s
         raise UserError(f"{folder}: no model.safetensors in it; the folder is incomplete") from None
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: not a readable safetensors file ({error})") from None
-    defaults = {"head_dim": 0, "n_inner": 0, "dropout": 0.0, "rope_theta": 10_000.0}
-    config = defaults | config
     about = raw.get("pocketgpt")
-    return config, weights_from_hf(config, theirs, path), about if isinstance(about, dict) else {}
+    weights = weights_from_hf(raw["model_type"], config.get("tie_embeddings", True), theirs)
+    return config, weights, about if isinstance(about, dict) else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -56,7 +56,7 @@ class Session:
         self.cache = model.new_cache()
         self.cached: list[int] = []  # the ids whose keys and values the cache holds
         self.system: list[Message] = [{"role": "system", "content": system}] if system else []
-        self.messages: list[Message] = []  # user and assistant in turn, all of them
+        self.messages: list[Message] = []  # user and assistant in pairs, all of them
         self.dropped = 0  # how many of them, from the oldest, are no longer in the context
         self.ending = ""  # why the last answer ended: "stop", "length", "context" or "interrupted"
         self.n_new = 0  # tokens of the last answer
@@ -72,7 +72,7 @@ class Session:
         return self.system + self.messages
 
     def ask(self, text: str) -> int:
-        """Add a user message; `answer` must follow. Returns how many old turns leave the context to make room for it.
+        """Add a user message, not answered yet. Returns how many old turns leave the context to make room for it.
 
         Raises:
             UserError: if it would not fit even alone. The conversation is as it was.
@@ -92,19 +92,27 @@ class Session:
             first -= 2
         newly = max(0, first - self.dropped) // 2
         self.dropped = first
-        self.messages.append(question)
+        self.messages += [question, {"role": "assistant", "content": ""}]
+        self._follow()
         return newly
 
-    def answer(self) -> Iterator[str]:
-        """Sample the answer to the last message: its text in pieces, one per token, some of them empty.
+    def answer(self) -> Generator[str, None, None]:
+        """Sample an answer to the last question, in the place of an earlier one, and yield its text: a piece per token,
+        "" inside of a character. Closing the generator ends the answer early; what was yielded stays.
 
-        The answer is what was yielded. Closing the iterator ends it early; it is part of the conversation all the same.
+        Raises:
+            UserError: if there is no question.
         """
-        said: list[str] = []
+        if not self.messages:
+            raise UserError("nothing has been said yet")
+        return self._answer(self.messages[-1])
+
+    def _answer(self, answer: Message) -> Generator[str, None, None]:
+        answer["content"] = ""
         self.ending, self.n_new = "interrupted", 0
         stream = TextStream(self.tok)
         try:
-            prompt = render_prompt(self.tok, self.context())
+            prompt = render_prompt(self.tok, self.context()[:-1])
             # The last token runs again where all are held, because its logits are not.
             self._crop(prompt[:-1])
             logits = self._extend(prompt[len(self.cached) :])
@@ -115,8 +123,9 @@ class Session:
                     self.ending = "stop"
                     break
                 self.n_new += 1
-                said.append(stream.push(token))
-                yield said[-1]
+                piece = stream.push(token)
+                answer["content"] += piece
+                yield piece
                 if self.n_new == self.max_new_tokens:
                     self.ending = "length"
                     break
@@ -124,10 +133,10 @@ class Session:
                     self.ending = "context"
                     break
                 logits = self._extend([token])
-            said.append(stream.flush())
-            yield said[-1]
+            if rest := stream.flush():
+                answer["content"] += rest
+                yield rest
         finally:
-            self.messages.append({"role": "assistant", "content": "".join(said)})
             self._follow()
 
     def undo(self) -> str:
@@ -138,12 +147,6 @@ class Session:
         del self.messages[-2:]
         self._follow()
         return question
-
-    def retract(self) -> None:
-        """Forget the last answer; `answer` must follow, with a fresh draw. UserError if there is none."""
-        if not self.messages:
-            raise UserError("nothing has been said yet")
-        del self.messages[-1]
 
     def reset(self) -> None:
         """Forget everything but the system prompt."""

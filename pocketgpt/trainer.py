@@ -154,15 +154,15 @@ def train(
                 for key, value in {"loss": total.detach(), **numbers}.items():
                     sums[key] = sums.get(key, 0.0) + value
             norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
+            scale = optim.lr_scale(
+                progress(config, state, step_seconds),
+                warmup=config.warmup,
+                decay=config.decay,
+                shape=config.decay_shape,
+            )
             supervised = any(batch.weight for batch in batches)
             if supervised and bool(torch.isfinite(norm)):
                 bad = 0
-                scale = optim.lr_scale(
-                    progress(config, state, step_seconds),
-                    warmup=config.warmup,
-                    decay=config.decay,
-                    shape=config.decay_shape,
-                )
                 optimizer.step(scale)
             else:  # nothing supervised, or nothing finite, changes nothing
                 bad += supervised
@@ -191,7 +191,7 @@ def train(
                     shown,
                     stage.unit,
                     grad_norm=float(norm),
-                    lr=config.lr * scale if supervised else 0.0,
+                    lr=config.lr * scale,
                     tokens_per_s=rate,
                     mfu=rate * stage.flops_per_token / machine.matmul_rate(device, autocast_dtype(config, device)),
                     memory_bytes=machine.peak_memory(device),

@@ -65,4 +65,4 @@ def random_ids(*shape: int, seed: int = 0, high: int = VOCAB) -> Tensor:
 def max_diff(a: Tensor, b: Tensor) -> float:
     """The largest difference. NaN anywhere is a NaN, which no bound lets through."""
     assert a.shape == b.shape, (a.shape, b.shape)
-    return float((a.double() - b.double()).abs().max())
+    return (a.double() - b.double()).abs().max().item()

@@ -1,0 +1,173 @@
+"""The shared loop: accumulation, the clock, resuming, skipping, and what it writes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pocketgpt import optim, trainer
+from pocketgpt.errors import UserError
+from pocketgpt.metrics import RunLog, read_jsonl
+from pocketgpt.trainer import Batch, Stage, TrainConfig, train
+
+ADAMW = optim.OptimConfig("adamw", 0.9, 0.95, 1e-8, 0.1, 0.0, 0.0)
+
+
+def settings(**changes: Any) -> TrainConfig:
+    values: dict[str, Any] = {
+        "steps": 6, "minutes": 0.0, "batch_size": 8, "micro_batch_size": 8, "lr": 0.1, "warmup": 0.0, "decay": 0.0,
+        "decay_shape": "linear", "grad_clip": 0.0, "eval_every": 3, "log_every": 1, "seed": 1, "dtype": "float32",
+        "compile": False, "resume": False,
+    }  # fmt: skip
+    return TrainConfig(**values | changes)
+
+
+class Line(nn.Module):
+    """y = w x, with dropout so that randomness matters."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([1.0]))
+        self.drop = nn.Dropout(dropout)
+
+
+def line_stage(model: Line, micro: int, weights: list[int] | None = None, broken_at: int = -1, monitor: str | None = None) -> Stage:
+    def batches(step: int) -> list[Batch]:
+        x = torch.arange(1.0, 9.0) + step
+        if step == broken_at:
+            x = x * float("nan")
+        return [Batch((part,), len(part) if weights is None else weights[i], len(part)) for i, part in enumerate(x.split(micro))]
+
+    def loss(batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        (x,) = batch.inputs
+        return (model.drop(model.w * x) - 3.0 * x).square().sum(), {}
+
+    return Stage("toy", batches, loss, lambda: {"w": float(model.w)}, lambda: "a sample", 1.0, monitor=monitor)
+
+
+def run(tmp_path: Path, model: Line, stage: Stage, config: TrainConfig) -> trainer.Result:
+    return train(model, stage, config, ADAMW, tmp_path, RunLog(tmp_path, "toy", {}, resume=config.resume))
+
+
+@pytest.mark.parametrize("micro", [1, 3, 8])
+def test_accumulation_does_not_change_the_step(tmp_path: Path, micro: int) -> None:
+    reference, model = Line(), Line()
+    run(tmp_path / "a", reference, line_stage(reference, 8), settings())
+    run(tmp_path / "b", model, line_stage(model, micro), settings())
+    assert float(model.w) == pytest.approx(float(reference.w), abs=1e-6)
+    losses = [[row["loss"] for row in read_jsonl(tmp_path / side / "metrics_toy.jsonl") if row["kind"] == "train"] for side in "ab"]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    # the logged loss is the mean over the whole step: (1 - 3)^2 times the mean of 1, 4, ..., 64
+    assert losses[0][0] == pytest.approx(4 * 204 / 8)
+
+
+def test_gradient_is_divided_by_what_the_whole_step_supervises(tmp_path: Path) -> None:
+    model = Line()
+    stage = line_stage(model, 4, weights=[1, 3])
+    seen = []
+    step = torch.optim.AdamW.step
+
+    def spy(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(float(model.w.grad))
+        return step(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", spy)
+        run(tmp_path, model, stage, settings(steps=1))
+    assert seen == pytest.approx([2 * (1 - 3) * 204 / 4])
+
+
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole, half = Line(0.5), Line(0.5)
+    run(tmp_path / "whole", whole, line_stage(whole, 4), settings())
+    stage = line_stage(half, 4)
+    calls = 0
+
+    def interrupted(step: int) -> list[Batch]:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+        return line_stage(half, 4).batches(step)
+
+    stage.batches = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "half", half, stage, settings())
+    again = Line(0.5)
+    run(tmp_path / "half", again, line_stage(again, 4), settings(resume=True))
+    assert torch.equal(again.w, whole.w)
+    rows = [[{k: r[k] for k in ("step", "loss")} for r in read_jsonl(tmp_path / side / "metrics_toy.jsonl") if r["kind"] == "train"] for side in ("whole", "half")]
+    assert rows[0] == rows[1] and [row["step"] for row in rows[0]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_nothing_to_resume_and_damaged_resume_are_named(tmp_path: Path) -> None:
+    model = Line()
+    with pytest.raises(UserError, match="resume_toy.pt: nothing to resume from"):
+        run(tmp_path, model, line_stage(model, 8), settings(resume=True))
+    (tmp_path / "resume_toy.pt").write_bytes(b"not a checkpoint")
+    with pytest.raises(UserError, match="resume_toy.pt: cannot resume"):
+        run(tmp_path, model, line_stage(model, 8), settings(resume=True))
+
+
+def test_non_finite_step_changes_nothing_and_too_many_end_the_run(tmp_path: Path) -> None:
+    model, skipping = Line(), Line()
+    run(tmp_path / "a", model, line_stage(model, 8), settings(steps=1))
+    run(tmp_path / "b", skipping, line_stage(skipping, 8, broken_at=1), settings(steps=2))
+    assert torch.equal(model.w, skipping.w)
+    broken = Line()
+    stage = line_stage(broken, 8)
+    stage.loss = lambda batch: (broken.w.sum() * float("nan"), {})
+    with pytest.raises(UserError, match="not finite 10 steps in a row up to step 10"):
+        run(tmp_path / "c", broken, stage, settings(steps=50))
+    assert float(broken.w) == 1.0
+
+
+def test_step_without_supervision_changes_nothing(tmp_path: Path) -> None:
+    model = Line()
+    run(tmp_path, model, line_stage(model, 8, weights=[0]), settings(steps=3))
+    assert float(model.w) == 1.0
+
+
+def test_short_runs_are_evaluated_at_their_end(tmp_path: Path) -> None:
+    model = Line()
+    result = run(tmp_path, model, line_stage(model, 8), settings(steps=2, eval_every=100))
+    assert result.step == 2 and result.metrics == {"w": float(model.w)}
+    assert [r["step"] for r in read_jsonl(tmp_path / "metrics_toy.jsonl") if r["kind"] == "val"] == [2]
+
+
+def test_the_clock_ends_a_run_with_its_decay_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(trainer.time, "perf_counter", lambda: now[0])
+    model = Line()
+    stage = line_stage(model, 8)
+    stage.batches = lambda step: (now.__setitem__(0, now[0] + 6.0), line_stage(model, 8).batches(step))[1]
+    result = run(tmp_path, model, stage, settings(steps=0, minutes=1.0, decay=1.0, eval_every=100))
+    rates = [row["lr"] for row in read_jsonl(tmp_path / "metrics_toy.jsonl") if row["kind"] == "train"]
+    assert result.step == 10
+    assert rates[0] > 0 and rates == sorted(rates, reverse=True) and rates[-1] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_monitored_runs_keep_their_best_weights(tmp_path: Path) -> None:
+    model = Line()
+    stage = line_stage(model, 8, monitor="w")
+    stage.loss = lambda batch: (model.w.sum(), {})  # drives w down, so the first weights are the best
+    result = run(tmp_path, model, stage, settings())
+    assert float(model.w) == 1.0 and result.metrics == {"w": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 0}, "both 0"),
+        ({"batch_size": 0}, "train.batch_size is 0"),
+        ({"lr": 0.0}, "train.lr is 0"),
+        ({"warmup": 0.6, "decay": 0.6}, "shares of one run"),
+        ({"decay_shape": "step"}, "linear or cosine"),
+    ],
+)
+def test_bad_settings_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    model = Line()
+    with pytest.raises(UserError, match=message):
+        run(tmp_path, model, line_stage(model, 8), settings(**changes))
