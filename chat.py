@@ -213,7 +213,7 @@ class Chat:
             # The first token waited for the prompt to be read; the others show the speed of writing.
             rate = f", {(len(times) - 1) / (times[-1] - times[0]):,.0f} tok/s" if len(times) > 1 else ""
             why = {"interrupted": "stopped, ", "length": "cut at --max-new-tokens, "}.get(self.session.ending, "")
-            context = f"context {len(self.session.cached)}/{self.session.block_size}"
+            context = f"context {self.session.context_length()}/{self.session.block_size}"
             note(f"{why}{self.session.n_new} tokens{rate}, {context}")
 
     @contextlib.contextmanager
@@ -255,6 +255,8 @@ class History:
             note("this Python has no readline: no line editing, no history")
             self.path = None
             return
+        # Text that is pasted with line ends in it is one message. libedit knows no such setting and ignores it.
+        readline.parse_and_bind("set enable-bracketed-paste on")
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path.touch(mode=0o600)

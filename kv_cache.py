@@ -52,8 +52,15 @@ class KVCache:
         self.batch_size = batch_size
         self.starts = starts
         self.length = 0
-        # One function per layer, which is all that the network sees of a cache.
-        self.keep: Sequence[KeepKV] = [partial(self.append, layer) for layer in range(config.n_layer)]
+
+    @property
+    def keep(self) -> list[KeepKV]:
+        """One function per layer, which is all that the network sees of a cache.
+
+        Made anew for each call: a stored list would hold the cache that holds it, and such a cycle keeps its megabytes
+        until the garbage collector happens to come by.
+        """
+        return [partial(self.append, layer) for layer in range(self.config.n_layer)]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new k, v (B, n_kv_head, T, head_dim) of a layer behind the held ones; return held and new."""
@@ -78,11 +85,16 @@ class KVCache:
     def reset(self) -> None:
         self.crop(0)
 
+    @property
+    def room(self) -> int:
+        """Tokens until the longest row reaches block_size."""
+        padding = int(self.starts.min()) if self.starts is not None else 0
+        return self.config.block_size - (self.length - padding)
+
     def positions(self, n: int, device: torch.device) -> Tensor:
         """Positions of the next n tokens: (n,), or (B, n) in a ragged batch."""
-        longest = self.length + n - (int(self.starts.min()) if self.starts is not None else 0)
-        if longest > self.config.block_size:
-            raise ValueError(f"{longest} tokens do not fit into block_size {self.config.block_size}")
+        if n > self.room:
+            raise ValueError(f"{n} more tokens do not fit into block_size {self.config.block_size}: {self.room} left")
         slots = torch.arange(self.length, self.length + n, device=device)
         return slots if self.starts is None else (slots - self.starts[:, None]).clamp_min(0)
 
@@ -266,10 +278,11 @@ class CachedGPT(GPT):
     ) -> list[list[int]]:
         """Answers to prompts of different lengths, in their order, each without its prompt and its stop id.
 
-        Prompts of similar length share a batch, padded on the left; rows that have ended leave it. An answer also ends
-        where block_size does.
+        Prompts of similar length share a batch, padded on the left; rows that have ended leave it. A prompt longer than
+        block_size is cut as everywhere (sampling.window_start); an answer also ends where block_size does.
         """
-        device = self.embed.weight.device
+        device, block_size = self.embed.weight.device, self.config.block_size
+        prompts = [prompt[sampling.window_start(len(prompt), block_size) :] for prompt in prompts]
         stops = set(stop_ids)
         if generator is None:
             generator = sampling.own_generator(device)
@@ -280,8 +293,7 @@ class CachedGPT(GPT):
             longest = len(prompts[rows[-1]])
             starts = torch.tensor([longest - len(prompts[i]) for i in rows], device=device)
             ids = torch.tensor([[0] * (longest - len(prompts[i])) + list(prompts[i]) for i in rows], device=device)
-            capacity = min(self.config.block_size, longest + max_new_tokens)
-            cache = self.new_cache(len(rows), starts if bool(starts.any()) else None, capacity)
+            cache = self.new_cache(len(rows), starts if bool(starts.any()) else None, longest + max_new_tokens)
             logits = self.lm_head(self.extend(ids, cache)[:, -1])
             alive = list(range(len(rows)))  # which rows of the batch still talk
             for _ in range(max_new_tokens):
@@ -290,9 +302,11 @@ class CachedGPT(GPT):
                 alive = [row for row in alive if said[row] not in stops]
                 for row in alive:
                     answers[rows[row]].append(said[row])
-                if not alive or cache.length == capacity:
+                alive = [row for row in alive if len(prompts[rows[row]]) + len(answers[rows[row]]) <= block_size]
+                if not alive:
                     break
-                if len(alive) <= 0.75 * len(rows):  # leaving copies the cache, so rows leave in groups
+                # Leaving copies the cache, so rows leave in groups, unless one of them has no next position.
+                if cache.room == 0 or len(alive) <= 0.75 * len(rows):
                     kept = torch.tensor(alive, device=device)
                     rows, ids, token = [rows[row] for row in alive], ids[kept], token[kept]
                     alive = list(range(len(rows)))

@@ -6,6 +6,7 @@ The masks and contexts shown are what the code computes, not drawings of it: a c
 from __future__ import annotations
 
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,26 @@ from pocketgpt.sampling import window_start  # noqa: E402
 FOLDER = ROOT / "docs" / "img"
 DPI = 100
 # Okabe and Ito's palette, told apart by colour-blind readers; the masks carry 1 and 0 as well.
-HIDDEN, GREY, BLUE, SKY, ORANGE, GREEN, RED = "#ececec", "#777777", "#0072b2", "#9bd0f0", "#e69f00", "#009e73", "#d55e00"
+HIDDEN, GREY, BLUE, SKY, ORANGE, GREEN, RED = (
+    "#ececec",
+    "#777777",
+    "#0072b2",
+    "#9bd0f0",
+    "#e69f00",
+    "#009e73",
+    "#d55e00",
+)
 BLOCK = 8  # of the picture of the context window
 
 
 # --- numbers --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def block_weights(config: GPTConfig) -> int:
+    """Entries of all matrices in the blocks."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in GPT(config).blocks.parameters() if p.dim() == 2)
 
 
 def operations(config: GPTConfig, length: int, *, cached: bool) -> int:
@@ -43,11 +59,9 @@ def operations(config: GPTConfig, length: int, *, cached: bool) -> int:
     Two per weight matrix entry and token that runs through it, and four per head dimension, query and key it sees (two
     for q.k, two for the weighted sum of values). The head reads the last token only.
     """
-    with torch.device("meta"):
-        blocks = sum(p.numel() for p in GPT(config).blocks.parameters() if p.dim() == 2)
     tokens, seen = (1, length) if cached else (length, length * (length + 1) // 2)
     per_pair = 4 * config.n_layer * config.n_head * config.width_of_head
-    return 2 * (tokens * blocks + config.vocab_size * config.n_embd) + per_pair * seen
+    return 2 * (tokens * block_weights(config) + config.vocab_size * config.n_embd) + per_pair * seen
 
 
 def bytes_written(config: GPTConfig, length: int, bytes_per_element: int, *, static: bool) -> int:
@@ -81,15 +95,20 @@ def digits(axis: Any, mask: np.ndarray, codes: np.ndarray, colours: list[str]) -
         axis.text(column, row, int(seen), ha="center", va="center", fontsize=11, color=colour)
 
 
+def visible(kept: KVCache, n: int) -> np.ndarray:
+    """What the next n queries see."""
+    mask = kept.mask(n, torch.device("cpu"))
+    assert mask is not None
+    return mask.numpy()
+
+
 def attention_chunk() -> plt.Figure:
     """The causal matrix of 5 tokens, and its last two rows aligned wrong and right."""
     held, chunk = 3, 2
     total = held + chunk
-    cache = KVCache(GPTConfig())
-    cache.advance(held)
-    right = cache.mask(chunk, torch.device("cpu"))
-    assert right is not None
-    whole, right = np.tri(total, dtype=bool), right.numpy()
+    kept = KVCache(GPTConfig())
+    kept.advance(held)
+    whole, right = np.tri(total, dtype=bool), visible(kept, chunk)
     wrong = np.tri(chunk, total, dtype=bool)  # what SDPA's is_causal makes of 2 queries and 5 keys
     keys = [f"k{i}" for i in range(total)]
     queries = [f"q{i}" for i in range(total)]
@@ -116,15 +135,14 @@ def attention_chunk() -> plt.Figure:
 def attention_batch() -> plt.Figure:
     """A left-padded batch of two prompts, and a packed row of three conversations."""
     starts = torch.tensor([0, 2])
-    cache = KVCache(GPTConfig(), 2, starts)
-    masks, positions = cache.mask(5, torch.device("cpu")), cache.positions(5, torch.device("cpu"))
-    assert masks is not None
+    kept = KVCache(GPTConfig(), 2, starts)
+    masks, positions = visible(kept, 5), kept.positions(5, torch.device("cpu"))
     figure, axes = plt.subplots(
         1, 3, figsize=(11.5, 5.2), layout="constrained", gridspec_kw={"width_ratios": [5, 5, 9]}
     )
     colours = [HIDDEN, BLUE, ORANGE, GREEN, GREY]
     for row, axis in enumerate(axes[:2]):
-        mask = masks[row, 0].numpy()
+        mask = masks[row, 0]
         padding = np.arange(5) < int(starts[row])
         codes = np.where(padding[:, None], mask * 4, mask * 1)
         labels = ["pad" if pad else f"pos {int(p)}" for pad, p in zip(padding, positions[row], strict=True)]
@@ -135,7 +153,7 @@ def attention_batch() -> plt.Figure:
     axes[1].set_xlabel("grey: a padding query sees itself,\na softmax over nothing is NaN", fontsize=11)
 
     lengths = [4, 3, 2]
-    segments = torch.tensor([sum(([i] * n for i, n in enumerate(lengths)), []) + [-1]])
+    segments = torch.tensor([0, 1, 2, -1]).repeat_interleave(torch.tensor([*lengths, 1]))[None]
     mask = attention_mask(segments)[0, 0].numpy()
     codes = mask * (np.array([1, 2, 3, 4])[segments[0].numpy()])[:, None]
     labels = [f"pos {p}" for n in lengths for p in range(n)] + ["pad"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,11 +113,15 @@ def load(path: str | Path) -> Checkpoint:
 
 def load_file(path: Path) -> Checkpoint:
     try:
-        raw = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's remarks on pickles that are not its own
+            raw = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:  # from weights_only, which runs no code that a file brings along
         raise UserError(f"{path}: refused, it is not a checkpoint of tensors and plain values; name another") from None
     except Exception as error:  # the reader of a damaged file stumbles over it in any way
-        raise UserError(f"{path}: not a readable checkpoint ({first_line(error)}); write it again or name another") from None
+        raise UserError(
+            f"{path}: not a readable checkpoint ({first_line(error)}); write it again or name another"
+        ) from None
     found = raw.get("format") if isinstance(raw, dict) else None
     if not isinstance(found, int) or found != FORMAT:
         raise UserError(f"{path}: not a pocketgpt checkpoint of format {FORMAT} (found {str(found)[:20]!r})")
@@ -172,7 +177,7 @@ def verify_weights(ckpt: Checkpoint, expected: dict[str, tuple[int, ...]], vocab
         if not torch.isfinite(tensor).all():
             raise UserError(f"{where}: {name} holds NaN or infinity: the run that wrote it had diverged")
     embed, head = (ckpt.state_dict[name] for name in ("embed.weight", "lm_head.weight"))
-    if ckpt.config.get("tie_embeddings", True) and not torch.equal(embed, head):
+    if ckpt.config.get("tie_embeddings", True) and bool((embed != head).any()):
         raise UserError(f"{where}: embed.weight and lm_head.weight differ, its config says that they are one")
     if ckpt.tokenizer.vocab_size > vocab_size:
         raise UserError(

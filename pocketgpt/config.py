@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,17 +57,7 @@ def load(name: str, schema: type[T], arguments: list[str] | None = None) -> T:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if any(argument in ("-h", "--help") for argument in arguments):
-        groups = {
-            folder.name: ", ".join(sorted(p.stem for p in folder.glob("*.yaml")))
-            for folder in CONFIGS.iterdir()
-            if folder.is_dir()
-        }
-        print(f"Change any key on the command line, as in `python {name}.py key=value`.\n")
-        print((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").rstrip())
-        used = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
-        for group, choices in sorted(groups.items()):
-            if f"- {group}:" in used:
-                print(f"\n{group}= one of: {choices} (configs/{group}/*.yaml)")
+        print(help_text(name))
         sys.exit(0)
     flag = next((a for a in arguments if a.startswith("-")), None)
     if flag:
@@ -80,6 +71,15 @@ def load(name: str, schema: type[T], arguments: list[str] | None = None) -> T:
         raise UserError(
             f"configuration of {name}: {first_cause(error)}; python {name}.py --help lists the keys"
         ) from None
+
+
+def help_text(name: str) -> str:
+    """configs/<name>.yaml with its comments, and the choices of each group it uses."""
+    text = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").rstrip()
+    groups = re.findall(r"^  - (\w+):", text, re.M)
+    choices = {group: sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")) for group in groups}
+    lines = [f"{group}= one of: {', '.join(c for c in found if c != 'base')} (configs/{group}/)" for group, found in choices.items()]
+    return "\n".join([text, "", *lines])
 
 
 def first_cause(error: BaseException) -> str:

@@ -64,7 +64,9 @@ def architecture(config: dict[str, Any]) -> str:
     """Which of theirs a config of ours is: qwen3, llama, gpt2, or pocketgpt when it is none of them."""
     kind = next((name for name, shape in SHAPES.items() if shape.items() <= config.items()), "pocketgpt")
     if kind == "gpt2":
-        plain_heads = config["n_kv_head"] == config["n_head"] and config["n_embd"] == head_dim(config) * config["n_head"]
+        plain_heads = (
+            config["n_kv_head"] == config["n_head"] and config["n_embd"] == head_dim(config) * config["n_head"]
+        )
         return kind if plain_heads and config["tie_embeddings"] else "pocketgpt"
     return kind
 

@@ -67,6 +67,10 @@ class Session:
         """What the model sees."""
         return self.system + self.messages[self.dropped :]
 
+    def context_length(self) -> int:
+        """Tokens of the context that are taken."""
+        return min(self.block_size, len(render(self.tok, self.context())[0]))
+
     def conversation(self) -> list[Message]:
         """Everything that was said, also what no longer fits into the context."""
         return self.system + self.messages

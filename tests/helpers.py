@@ -41,7 +41,7 @@ def randomise(model: Model, seed: int = 0) -> Model:
         for name, parameter in model.named_parameters():
             parameter.normal_(0.0, 0.2, generator=generator)
             if name.endswith("norm.weight"):
-                parameter += 1.0
+                parameter.add_(1.0)
     return model.eval()
 
 

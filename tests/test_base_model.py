@@ -1,6 +1,7 @@
 """The network: causality, positions, sizes, configuration, and the naive generation that everything is compared with."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def test_the_future_changes_nothing_and_the_past_does(shape: str) -> None:
 def test_attention_is_what_its_formula_says() -> None:
     """Softmax over scaled dot products, written out head by head, with a query head's own key/value head."""
     model = tiny(**PRESETS["llama"], n_head=4, n_kv_head=2, n_layer=1)
-    attention = model.blocks[0].attn
+    attention: Any = model.blocks[0].attn
     x = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0))
     q = attention.q_proj(x)[0].view(5, 4, 8)
     k, v = attention.k_proj(x)[0].view(5, 2, 8), attention.v_proj(x)[0].view(5, 2, 8)

@@ -177,7 +177,10 @@ def test_an_answer_in_unusual_tokens_is_read_again_as_training_would_show_it(tok
     talk = Checked(MODEL, tok, GREEDY)
     assert say(talk, "hello") == "the lamp"
     say(talk, "who?")  # Checked compares with render_prompt
-    assert tok.encode("the lamp") == talk.cached[len(render_prompt(tok, talk.messages[:1])) :][: len(tok.encode("the lamp"))]
+    assert (
+        tok.encode("the lamp")
+        == talk.cached[len(render_prompt(tok, talk.messages[:1])) :][: len(tok.encode("the lamp"))]
+    )
 
 
 def test_an_answer_stopped_inside_a_character_keeps_whole_ones(tok: Tokenizer, monkeypatch) -> None:
@@ -187,6 +190,13 @@ def test_an_answer_stopped_inside_a_character_keeps_whole_ones(tok: Tokenizer, m
     assert talk.messages[-1]["content"] == "a"
     assert talk.ending == "interrupted"
     assert tok.decode(talk.cached).endswith("assistant\na")
+
+
+def test_an_answer_that_ends_inside_a_character_says_so(tok: Tokenizer, monkeypatch) -> None:
+    script(monkeypatch, tok.encode("a🎉"))
+    talk = Checked(MODEL, tok, GREEDY, max_new_tokens=3)
+    assert say(talk, "hello") == talk.messages[-1]["content"] == "a\ufffd"
+    say(talk, "who?", 1)
 
 
 def test_what_a_user_says_cannot_forge_a_turn(tok: Tokenizer, monkeypatch) -> None:
@@ -207,6 +217,7 @@ def test_old_turns_leave_in_pairs_and_the_system_prompt_stays_in_the_cache(tok: 
     newly = []
     for n in range(fit + 3):
         newly.append(talk.ask(str(n)))
+        assert talk.cached == render(tok, talk.context())[0][: len(talk.cached)]
         talk.chunks = []
         take(talk)
     assert fit >= 1
@@ -219,6 +230,21 @@ def test_old_turns_leave_in_pairs_and_the_system_prompt_stays_in_the_cache(tok: 
     assert len(talk.conversation()) == 1 + 2 * (fit + 3)
     talk.undo()
     assert talk.ask("x") == 0  # a turn that left before is no news
+    for _ in range(fit + 2):
+        talk.undo()
+    assert (talk.dropped, talk.context()) == (2, [system])
+    assert talk.ask("x") == 0
+    assert (talk.dropped, len(talk.context())) == (0, 5)  # what fits again is back
+
+
+def test_a_turn_that_just_fits_stays(tok: Tokenizer, monkeypatch) -> None:
+    script(monkeypatch, [tok.im_end_id] * 4)
+    empty = len(render(tok, [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}])[0])
+    room = BLOCK - BLOCK // 4 - empty - len(render_prompt(tok, [{"role": "user", "content": ""}]))
+    for newlines, leaving in ((room, 0), (room + 1, 1)):
+        talk = Session(MODEL, tok, GREEDY)
+        say(talk, "\n" * (newlines // 2))
+        assert talk.ask("\n" * (newlines - newlines // 2)) == leaving
 
 
 def test_a_message_that_cannot_fit_changes_nothing(tok: Tokenizer) -> None:
@@ -297,10 +323,12 @@ def test_real_command_line(folder: Path, tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "latin-1"}
     pipe = subprocess.PIPE
     running = {
-        name: subprocess.Popen([*python, *arguments], stdin=pipe, stdout=pipe, stderr=pipe, cwd=tmp_path, env=environment)
+        name: subprocess.Popen(
+            [*python, *arguments], stdin=pipe, stdout=pipe, stderr=pipe, cwd=tmp_path, env=environment
+        )
         for name, arguments in runs.items()
     }
-    done = {name: process.communicate("hello\n\n/undo\nhello\n".encode()) for name, process in running.items()}
+    done = {name: process.communicate(b"hello\n\n/undo\nhello\n") for name, process in running.items()}
     code = {name: process.returncode for name, process in running.items()}
     out = {name: output[0].decode() for name, output in done.items()}
     err = {name: output[1].decode() for name, output in done.items()}
@@ -374,7 +402,9 @@ def test_piped_lines_are_turns_of_one_conversation(program, tmp_path: Path) -> N
 
 
 def test_the_context_and_its_end_are_told_in_one_line(tok: Tokenizer, monkeypatch, capsys) -> None:
-    script(monkeypatch, [*tok.encode("\n") * (BLOCK + 1 - len(render_prompt(tok, [{"role": "user", "content": "a"}]))), 2])
+    script(
+        monkeypatch, [*tok.encode("\n") * (BLOCK + 1 - len(render_prompt(tok, [{"role": "user", "content": "a"}]))), 2]
+    )
     talk = chat.Chat(Session(MODEL, tok, GREEDY), interactive=False)
     talk.read(["a", "b"])
     assert capsys.readouterr().err.splitlines() == [

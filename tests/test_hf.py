@@ -20,7 +20,7 @@ from pocketgpt.errors import UserError
 from pocketgpt.tokenizer import Tokenizer
 
 VOCAB_OF_TOK = 400  # the session's tokenizer
-SIZES = {"vocab_size": 404, "block_size": 48, "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32}
+SIZES: dict[str, Any] = {"vocab_size": 404, "block_size": 48, "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32}
 # The shapes that transformers has, and the class it must choose for them.
 THEIRS = {
     "gpt2": ("GPT2LMHeadModel", PRESETS["gpt2"] | {"n_kv_head": 4}),
@@ -54,7 +54,8 @@ def saved(out: Path, model: GPT, tok: Tokenizer, stage: str = "sft") -> Path:
 
 
 def their_logits(folder: Path, ids: Tensor) -> tuple[Tensor, str]:
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    model, info = loaded
     assert not any(info.values()), info
     assert model.dtype == torch.float32
     with torch.no_grad():
@@ -97,7 +98,7 @@ def test_a_folder_that_transformers_wrote_opens_here(name: str, tmp_path: Path, 
     changes = THEIRS[name][1]
     config = hf.config_to_hf(GPTConfig(**SIZES | changes).to_dict())
     made = transformers.AutoConfig.for_model(**config)
-    theirs = randomise(transformers.AutoModelForCausalLM.from_config(made))  # type: ignore[type-var]
+    theirs = randomise(transformers.AutoModelForCausalLM.from_config(made))
     theirs.save_pretrained(tmp_path)
     tok.save(tmp_path, SIZES["block_size"])
     ids = random_ids(2, 30, high=VOCAB_OF_TOK)

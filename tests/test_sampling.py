@@ -111,12 +111,12 @@ def test_the_share_of_each_token_is_its_probability() -> None:
     tolerance = 0.03  # 4 deviations of a share of 4000 draws
     for got, wanted in zip(frequencies(P), P[0].tolist(), strict=True):
         assert abs(got - wanted) < tolerance
-    got = frequencies(P, top_p=0.6)
-    assert got[0] == got[2] == 0
-    assert abs(got[1] - 0.5 / 0.8) < tolerance
+    two = frequencies(P, top_p=0.6)
+    assert two[0] == two[2] == 0
+    assert abs(two[1] - 0.5 / 0.8) < tolerance
     squared = (P**2 / (P**2).sum())[0].tolist()
-    for got_share, wanted in zip(frequencies(P, temperature=0.5), squared, strict=True):
-        assert abs(got_share - wanted) < tolerance
+    for got, wanted in zip(frequencies(P, temperature=0.5), squared, strict=True):
+        assert abs(got - wanted) < tolerance
 
 
 def test_temperature_zero_is_argmax_whatever_the_filters_and_the_seed() -> None:

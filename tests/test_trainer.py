@@ -44,7 +44,7 @@ def line_stage(model: Line, micro: int, weights: list[int] | None = None, broken
         (x,) = batch.inputs
         return (model.drop(model.w * x) - 3.0 * x).square().sum(), {}
 
-    return Stage("toy", batches, loss, lambda: {"w": float(model.w)}, lambda: "a sample", 1.0, monitor=monitor)
+    return Stage("toy", batches, loss, lambda: {"w": model.w.item()}, lambda: "a sample", 1.0, monitor=monitor)
 
 
 def run(tmp_path: Path, model: Line, stage: Stage, config: TrainConfig) -> trainer.Result:
@@ -56,7 +56,7 @@ def test_accumulation_does_not_change_the_step(tmp_path: Path, micro: int) -> No
     reference, model = Line(), Line()
     run(tmp_path / "a", reference, line_stage(reference, 8), settings())
     run(tmp_path / "b", model, line_stage(model, micro), settings())
-    assert float(model.w) == pytest.approx(float(reference.w), abs=1e-6)
+    assert model.w.item() == pytest.approx(reference.w.item(), abs=1e-6)
     losses = [[row["loss"] for row in read_jsonl(tmp_path / side / "metrics_toy.jsonl") if row["kind"] == "train"] for side in "ab"]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     # the logged loss is the mean over the whole step: (1 - 3)^2 times the mean of 1, 4, ..., 64
@@ -70,7 +70,7 @@ def test_gradient_is_divided_by_what_the_whole_step_supervises(tmp_path: Path) -
     step = torch.optim.AdamW.step
 
     def spy(self: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append(float(model.w.grad))
+        seen.append(model.w.grad.item())
         return step(self, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -121,19 +121,19 @@ def test_non_finite_step_changes_nothing_and_too_many_end_the_run(tmp_path: Path
     stage.loss = lambda batch: (broken.w.sum() * float("nan"), {})
     with pytest.raises(UserError, match="not finite 10 steps in a row up to step 10"):
         run(tmp_path / "c", broken, stage, settings(steps=50))
-    assert float(broken.w) == 1.0
+    assert broken.w.item() == 1.0
 
 
 def test_step_without_supervision_changes_nothing(tmp_path: Path) -> None:
     model = Line()
     run(tmp_path, model, line_stage(model, 8, weights=[0]), settings(steps=3))
-    assert float(model.w) == 1.0
+    assert model.w.item() == 1.0
 
 
 def test_short_runs_are_evaluated_at_their_end(tmp_path: Path) -> None:
     model = Line()
     result = run(tmp_path, model, line_stage(model, 8), settings(steps=2, eval_every=100))
-    assert result.step == 2 and result.metrics == {"w": float(model.w)}
+    assert result.step == 2 and result.metrics == {"w": model.w.item()}
     assert [r["step"] for r in read_jsonl(tmp_path / "metrics_toy.jsonl") if r["kind"] == "val"] == [2]
 
 
@@ -154,7 +154,7 @@ def test_monitored_runs_keep_their_best_weights(tmp_path: Path) -> None:
     stage = line_stage(model, 8, monitor="w")
     stage.loss = lambda batch: (model.w.sum(), {})  # drives w down, so the first weights are the best
     result = run(tmp_path, model, stage, settings())
-    assert float(model.w) == 1.0 and result.metrics == {"w": 1.0}
+    assert model.w.item() == 1.0 and result.metrics == {"w": 1.0}
 
 
 @pytest.mark.parametrize(

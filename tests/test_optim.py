@@ -1,0 +1,210 @@
+"""Which parameter gets which update, how large, and when."""
+
+import copy
+import math
+
+import pytest
+import torch
+from helpers import SHAPES, max_diff, random_ids, tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from base_model import GPT, PRESETS
+from pocketgpt.errors import UserError
+from pocketgpt.optim import OptimConfig, Optimizer, lr_scale, parameter_groups
+
+ADAMW = {"name": "adamw", "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+MUON = ADAMW | {"name": "muon", "muon_lr": 0.02, "muon_momentum": 0.95}
+
+
+def config(**changes: object) -> OptimConfig:
+    return OptimConfig(**ADAMW | {"muon_lr": 0.0, "muon_momentum": 0.0} | changes)  # type: ignore[arg-type]
+
+
+def fill_gradients(model: GPT, seed: int) -> None:
+    model(random_ids(2, 8, seed=seed)).square().mean().backward()
+
+
+def snapshot(model: GPT) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, "untied"])
+def test_every_parameter_is_in_exactly_one_group(shape: str) -> None:
+    model = tiny(**SHAPES.get(shape, {"tie_embeddings": False}))
+    blocks, other, vectors = parameter_groups(model)
+    groups = [*blocks, *other, *vectors]
+    assert len({id(parameter) for parameter in groups}) == len(groups)
+    assert {id(parameter) for parameter in groups} == {id(parameter) for parameter in model.parameters()}
+    assert sum(parameter.numel() for parameter in groups) == model.n_parameters()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert all(names[id(p)].endswith("_proj.weight") and names[id(p)].startswith("blocks.") for p in blocks)
+    assert all(names[id(p)].endswith(("norm.weight", ".bias")) for p in vectors)
+    expected = {"embed.weight"}
+    if model.config.position == "learned":
+        expected.add("position.weight")
+    if not model.config.tie_embeddings:
+        expected.add("lm_head.weight")
+    assert {names[id(p)] for p in other} == expected
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_optimizers_hold_every_parameter_once(name: str, preset: str) -> None:
+    model = tiny(**PRESETS[preset])
+    optimizer = Optimizer(model, config(**MUON | {"name": name}), lr=0.01)
+    held = [p for part in optimizer.parts for group in part.param_groups for p in group["params"]]
+    assert sorted(map(id, held)) == sorted(map(id, model.parameters()))
+    for part in optimizer.parts:
+        for group in part.param_groups:
+            vectors = [parameter.dim() < 2 for parameter in group["params"]]
+            assert all(vectors) or not any(vectors)
+            assert group["weight_decay"] == (0.0 if vectors[0] else 0.1)
+    before = snapshot(model)
+    fill_gradients(model, 0)
+    optimizer.step(1.0)
+    for key, parameter in model.named_parameters():
+        assert max_diff(parameter, before[key]) > 1e-6, key
+        assert parameter.grad is None
+
+
+def test_adamw_is_that_of_torch() -> None:
+    ours, theirs = tiny(bias=True), tiny(bias=True)
+    optimizer = Optimizer(ours, config(), lr=0.01)
+    matrices = [p for p in theirs.parameters() if p.dim() == 2]
+    vectors = [p for p in theirs.parameters() if p.dim() < 2]
+    plain = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=0.01,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
+    for step, scale in enumerate((0.5, 1.0, 0.25)):
+        fill_gradients(ours, step)
+        fill_gradients(theirs, step)
+        optimizer.step(scale)
+        for group in plain.param_groups:
+            group["lr"] = 0.01 * scale  # of the base rate, not of the last one
+        plain.step()
+        plain.zero_grad()
+        for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert max_diff(a, b) < 1e-6, name
+
+
+def test_without_a_gradient_only_matrices_decay() -> None:
+    model = tiny(bias=True)
+    before = snapshot(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    Optimizer(model, config(), lr=0.01).step(0.5)
+    for name, parameter in model.named_parameters():
+        shrunk = before[name] * (1 - 0.5 * 0.01 * 0.1) if parameter.dim() == 2 else before[name]
+        assert max_diff(parameter, shrunk) < 1e-7, name
+
+
+def test_muon_is_for_the_matrices_of_blocks_and_makes_their_update_nearly_orthogonal() -> None:
+    model, adamw = tiny(**PRESETS["llama"]), tiny(**PRESETS["llama"])
+    before = snapshot(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    for parameter, twin in zip(model.parameters(), adamw.parameters(), strict=True):
+        twin.grad = parameter.grad.clone() if parameter.grad is not None else None
+    Optimizer(model, config(**MUON | {"weight_decay": 0.0}), lr=0.01).step(0.5)
+    Optimizer(adamw, config(weight_decay=0.0), lr=0.01).step(0.5)
+    for (name, parameter), twin in zip(model.named_parameters(), adamw.parameters(), strict=True):
+        if name.startswith("blocks.") and parameter.dim() == 2:
+            assert parameter.grad is None
+            rows, columns = parameter.shape
+            update = (parameter.detach() - before[name]) / (0.5 * 0.02 * max(1.0, rows / columns) ** 0.5)
+            singular = torch.linalg.svdvals(update)
+            # Newton-Schulz brings them near 1; those of the gradient were not
+            assert singular.quantile(0.2) > 0.6, name
+            assert singular.max() < 1.3, name
+        else:
+            assert torch.equal(parameter, twin), name
+
+
+def test_a_scale_of_zero_changes_nothing() -> None:
+    for chosen in (config(), config(**MUON)):
+        model = tiny()
+        before = snapshot(model)
+        optimizer = Optimizer(model, chosen, lr=0.01)
+        fill_gradients(model, 0)
+        optimizer.step(0.0)
+        assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("chosen", [config(), config(**MUON)], ids=["adamw", "muon"])
+def test_a_restored_optimizer_goes_on_bit_by_bit(chosen: OptimConfig) -> None:
+    model = tiny()
+    optimizer = Optimizer(model, chosen, lr=0.01)
+    for step in range(3):
+        fill_gradients(model, step)
+        optimizer.step(1.0)
+    twin = tiny(seed=5)
+    restored = Optimizer(twin, chosen, lr=0.01)
+    twin.load_state_dict(model.state_dict())
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for step in range(3, 5):
+        for m, o in ((model, optimizer), (twin, restored)):
+            fill_gradients(m, step)
+            o.step(0.7)
+    for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_gradients_can_be_dropped() -> None:
+    model = tiny()
+    optimizer = Optimizer(model, config(**MUON), lr=0.01)
+    fill_gradients(model, 0)
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(UserError, match="optim.name is 'sgd': choose adamw or muon"):
+        Optimizer(tiny(), config(name="sgd"), lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("progress", "shape", "value"),
+    [
+        (0.001, "linear", 0.01),  # the first of 1,000 steps: above 0
+        (0.05, "linear", 0.5),
+        (0.1, "linear", 1.0),
+        (0.3, "linear", 1.0),
+        (0.6, "linear", 1.0),
+        (0.8, "linear", 0.5),
+        (0.9, "linear", 0.25),
+        (1.0, "linear", 0.0),
+        (0.8, "cosine", 0.5),
+        (0.7, "cosine", 0.5 + 0.5 * math.cos(math.pi / 4)),
+        (0.9, "cosine", 0.5 - 0.5 * math.cos(math.pi / 4)),
+        (1.0, "cosine", 0.0),
+    ],
+)
+def test_the_schedule_by_hand(progress: float, shape: str, value: float) -> None:
+    assert lr_scale(progress, warmup=0.1, decay=0.4, shape=shape) == pytest.approx(value, abs=1e-12)
+
+
+def test_a_schedule_without_warmup_or_decay() -> None:
+    assert [lr_scale(p, warmup=0, decay=0) for p in (0.001, 0.5, 1.0)] == [1.0, 1.0, 1.0]
+    assert [lr_scale(p, warmup=0, decay=1) for p in (0.25, 0.5, 1.0)] == [0.75, 0.5, 0.0]
+    assert [lr_scale(p, warmup=1, decay=0) for p in (0.25, 0.5, 1.0)] == [0.25, 0.5, 1.0]
+    assert lr_scale(1 + 1e-9, warmup=0, decay=0.5) == 0.0
+
+
+@given(
+    st.integers(1, 500),
+    st.just(0.0) | st.floats(0.01, 0.5),
+    st.just(0.0) | st.floats(0.01, 0.5),
+    st.sampled_from(["linear", "cosine"]),
+)
+def test_the_schedule_rises_stays_and_falls(steps: int, warmup: float, decay: float, shape: str) -> None:
+    scales = [lr_scale((step + 1) / steps, warmup=warmup, decay=decay, shape=shape) for step in range(steps)]
+    assert all(0 <= scale <= 1 for scale in scales)
+    assert scales[0] > 0 or steps == 1
+    top = scales.index(max(scales))
+    assert scales[: top + 1] == sorted(scales[: top + 1])
+    assert scales[top:] == sorted(scales[top:], reverse=True)
+    assert scales[-1] == (0.0 if decay else 1.0)
