@@ -79,6 +79,7 @@ lint: $(DEV)  ## ruff and mypy
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-clean:  ## remove checkpoints, corpora and caches; .venv stays
-	find checkpoints data -mindepth 1 ! -name '*.py' ! -name README.md -delete 2>/dev/null || true
+clean:  ## remove what the stages made, not .venv and not your own files
+	rm -rf data/cache data/shakespeare data/instruct checkpoints/smoke checkpoints/latest
+	rm -rf $(foreach stage,base sft control dpo,checkpoints/$(stage) checkpoints/*_$(stage).*) checkpoints/*kv_cache.* checkpoints/pairs_*.jsonl checkpoints/results.json
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from pocketgpt.tokenizer import Tokenizer
 from pocketgpt.trainer import Batch, Stage, TrainConfig, train
 
 Conversation = list[chat_template.Message]
+Loss = Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass
@@ -50,6 +51,15 @@ class DPOConfig:
     samples: int
     temperature: float
     control_lr: float
+
+    def check(self) -> None:
+        """Raises UserError on values outside their ranges."""
+        if self.beta <= 0 or not 0 <= self.label_smoothing < 0.5 or self.chosen_nll < 0:
+            raise UserError(
+                "dpo.beta must be above 0, dpo.label_smoothing from 0 to below 0.5, dpo.chosen_nll 0 or above"
+            )
+        if self.samples < 2 or self.temperature <= 0 or self.control_lr <= 0:
+            raise UserError("dpo.samples must be at least 2, dpo.temperature and dpo.control_lr above 0")
 
 
 @dataclass
@@ -182,10 +192,11 @@ class PairRows:
 def main() -> None:
     cfg = config.load("dpo", Config)
     cfg.train.check()
+    cfg.dpo.check()
     cfg.data.check(("onpolicy", "mine", "hub"))
     out = Path(cfg.out)
     loaded = checkpoint.load(cfg.checkpoint or out / "ckpt_sft.pt")
-    if loaded.config["dropout"]:
+    if loaded.config.get("dropout"):
         console.print(f"dropout {loaded.config['dropout']} is set to 0: DPO compares exact log-probabilities")
         loaded.config["dropout"] = 0.0
     tok = loaded.tokenizer
@@ -232,7 +243,8 @@ def main() -> None:
         lengths = (targets != IGNORE).sum(1)[: len(chosen)]
         total = losses.sum() - cfg.dpo.chosen_nll * (chosen / lengths).sum()
         margin = reward_chosen - reward_rejected
-        return total, {"margin": margin.sum(), "accuracy": (margin > 0).float().sum()}
+        numbers = {"preference_loss": losses.sum(), "margin": margin.sum(), "accuracy": (margin > 0).float().sum()}
+        return total, {name: value.detach() for name, value in numbers.items()}
 
     def likelihood(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, targets, *_ = batch.inputs
@@ -253,7 +265,7 @@ def main() -> None:
         )
         drift = torch.cat((held.reference_chosen - chosen, held.reference_rejected - rejected))
         metrics = {
-            "loss": float(losses.mean()),
+            "preference_loss": float(losses.mean()),
             "reward_chosen": float(good.mean()),
             "reward_rejected": float(bad.mean()),
             "margin": float((good - bad).mean()),
@@ -275,27 +287,15 @@ def main() -> None:
     def batches(step: int) -> list[Batch]:
         return pairs.batch(step, cfg.train.batch_size, cfg.train.micro_batch_size)
 
-    def finish(name: str, stage_log: RunLog, loss, lr: float) -> Path:  # type: ignore[no-untyped-def]
+    def finish(name: str, stage_log: RunLog, loss: Loss, lr: float) -> Path:
         """Train from the SFT weights with this loss, keep the best by held-out wins, and save."""
-        stage = Stage(
-            name,
-            batches,
-            loss,
-            evaluate,
-            sample,
-            model.flops_per_token(128),
-            unit="/pair",
-            monitor="passed" if dev else "accuracy",
-        )
-        settings = TrainConfig(**{**vars(cfg.train), "lr": lr})
+        monitor = "passed" if dev else "accuracy"
+        flops = model.flops_per_token(128)
+        stage = Stage(name, batches, loss, evaluate, sample, flops, unit="/pair", monitor=monitor)
+        resume = cfg.train.resume and (out / f"resume_{name}.pt").exists()
+        settings = TrainConfig(**{**vars(cfg.train), "lr": lr, "resume": resume})
         result = train(model, stage, settings, cfg.optim, out, stage_log)
-        stage_log.plot(
-            [
-                ("loss", "loss (per pair)"),
-                ("margin", "reward margin"),
-                (stage.monitor or "", f"held out: {stage.monitor}"),
-            ]
-        )
+        stage_log.plot([("preference_loss", "DPO loss (nats/pair)"), ("margin", "reward margin"), (monitor, monitor)])
         log.say(f"{name}: {result.step} steps; best " + ", ".join(f"{k} {v:.3f}" for k, v in result.metrics.items()))
         return checkpoint.save(
             out,
@@ -311,6 +311,9 @@ def main() -> None:
             ),
         )
 
+    if not cfg.train.resume:  # two runs follow, and the first must not leave the second with an old one's state
+        for name in ("control", "dpo"):
+            (out / f"resume_{name}.pt").unlink(missing_ok=True)
     config.save(cfg, out / "config_dpo.yaml")
     log.say("control: plain fine-tuning on the chosen answers")
     finish(

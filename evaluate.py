@@ -124,6 +124,18 @@ def measure_all(out: Path, stages: list[str], cfg: Config) -> dict[str, Any]:
     return {"machine": machine.describe(device), "items_per_family": cfg.items, "stages": measured}
 
 
+def read_results(path: Path) -> dict[str, Any]:
+    """What an earlier run wrote; nothing when that is not there, or damaged, and then it is measured again."""
+    if not path.exists():
+        return {}
+    try:
+        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return results
+    except ValueError:
+        console.print(f"{path} is damaged and will be made again", markup=False)
+        return {}
+
+
 def show(results: dict[str, Any]) -> None:
     """The table, the comparison of the sampled answers, and the sample chats of the last stage."""
     stages: dict[str, Any] = results["stages"]
@@ -164,13 +176,17 @@ def show(results: dict[str, Any]) -> None:
 
 def main() -> None:
     cfg = config.load("evaluate", Config)
+    if not 1 <= cfg.items <= evaluation.TEST_ITEMS:
+        raise UserError(
+            f"items is {cfg.items}: it must be from 1 to {evaluation.TEST_ITEMS}, what is set aside per family"
+        )
     out = Path(cfg.out)
     stages = [stage for stage in STAGES if (out / f"ckpt_{stage}.pt").exists()]
     if not stages:
         raise UserError(f"{out}: no checkpoint there; run `make pretrain` first, or name another folder with out=")
     made_from = config.plain(cfg) | {stage: sha256_file(out / f"ckpt_{stage}.pt") for stage in stages}
     path = out / "results.json"
-    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    results = read_results(path)
     if results.get("made_from") != made_from:
         results = measure_all(out, stages, cfg) | {"made_from": made_from}
         write_json(path, results)

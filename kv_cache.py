@@ -319,6 +319,9 @@ class CachedGPT(GPT):
 # --- the program ----------------------------------------------------------------------------------------------------
 
 
+PROOF_TOKENS = 96  # the proof covers this many positions
+
+
 @dataclass
 class Config:
     """See configs/kv_cache.yaml for units and meaning."""
@@ -468,6 +471,8 @@ def plot(rows: list[dict[str, float]], path: Path) -> None:
 
 def main() -> None:
     cfg = config.load("kv_cache", Config)
+    if cfg.new_tokens < 2 or cfg.repeats < 1 or min(cfg.prompt_lengths, default=1) < 1 or not cfg.prompt:
+        raise UserError("new_tokens must be at least 2, repeats and prompt_lengths at least 1, and prompt not empty")
     path = find_checkpoint(cfg)
     device = machine.pick_device(cfg.device)
     loaded = checkpoint.load(path)
@@ -475,7 +480,7 @@ def main() -> None:
     tok, shape = loaded.tokenizer, plain.config
     lengths = [n for n in cfg.prompt_lengths if n < shape.block_size]
     text = tok.encode(cfg.prompt)
-    longest = max(96, *lengths) if lengths else 96
+    longest = max(PROOF_TOKENS, 1 + len(text), *lengths)
     ids = torch.tensor([[tok.eot_id, *(text * (longest // len(text) + 1))][:longest]], device=device)
     prompt = ids[:, : 1 + len(text)]
     console.print(
@@ -483,7 +488,7 @@ def main() -> None:
         markup=False,
     )
 
-    proof = prove(cached, plain, ids[:, : min(96, shape.block_size)], cfg.tolerance)
+    proof = prove(cached, plain, ids[:, : min(PROOF_TOKENS, shape.block_size)], cfg.tolerance)
     table = Table(
         "cache", "fed as", "max |full - cached|", "same argmax", "", title="Correctness, over all positions, float32"
     )
@@ -538,7 +543,8 @@ def main() -> None:
     held = min(shape.block_size, prompt.size(1) + cfg.new_tokens)
     static = cached.new_cache(1, capacity=held)
     dynamic = DynamicCache(shape)
-    feed(cached, ids[:, :64], dynamic, [64])
+    half = held // 2
+    feed(cached, ids[:, :half], dynamic, [half])
     memory = {
         "tokens": held,
         "formula_bytes": kv_cache_bytes(shape, 1, held, 4),

@@ -51,10 +51,14 @@ class Config:
     sample_tokens: int
 
 
-def hub_documents(data: config.DataConfig) -> Iterator[str]:
-    rows = sources.hub_rows(data.name, data.split, config=data.subset or None, streaming=data.streaming)
-    for where, row in itertools.islice(rows, data.limit or None):
-        yield sources.text_of(row, data.field, where)
+def own_documents(data: config.DataConfig) -> Iterator[str]:
+    """The documents of data=mine or data=hub, at most data.limit of them."""
+    if data.kind == "mine":
+        found = sources.documents(Path(data.path), data.field)
+    else:
+        rows = sources.hub_rows(data.name, data.split, config=data.subset or None, streaming=data.streaming)
+        found = (sources.text_of(row, data.field, where) for where, row in rows)
+    return itertools.islice(found, data.limit or None)
 
 
 def documents(data: config.DataConfig) -> tuple[Documents, Documents, str]:
@@ -70,17 +74,17 @@ def documents(data: config.DataConfig) -> tuple[Documents, Documents, str]:
         path = Path(data.path if data.kind == "mine" else data.name)
         source = sources.fingerprint(path) if data.kind == "mine" or path.is_dir() else data.name
         source = json.dumps([source, data.subset, data.split, data.limit, data.field, data.val_fraction])
-        every: Documents = (
-            partial(sources.documents, path, data.field) if data.kind == "mine" else partial(hub_documents, data)
-        )
+        every = partial(own_documents, data)
 
         def side(which: int) -> Documents:
             return lambda: sources.split_documents(every, data.val_fraction)[which]
 
         train_docs, val_docs = side(0), side(1)
     if data.generate:
-        train_docs = chain(train_docs, lambda: tasks.drill_text(data.generate, seed=0))
-    return train_docs, val_docs, f"{source} drills {data.generate}"
+        drills = tasks.drill_text(data.generate, seed=0)
+        train_docs = chain(train_docs, lambda: drills)
+        source += sources.digest(drills)
+    return train_docs, val_docs, source
 
 
 def main() -> None:

@@ -106,8 +106,8 @@ def main() -> None:
     cached = CachedGPT.sharing(model)
     block = model.config.block_size
     with console.status("encoding the conversations"):
-        train_examples, too_long = examples(tok, train_chats, block)
-        val_examples, _ = examples(tok, val_chats, block)
+        train_examples, too_long = examples(tok, train_chats, block, "training")
+        val_examples, _ = examples(tok, val_chats, block, "held-out")
         packed = PackedRows(train_examples, block, cfg.train.seed)
     val_rows = [[val_examples[i] for i in row] for row in pack([len(e) for e in val_examples], block)]
 
@@ -141,8 +141,12 @@ def main() -> None:
             metrics["accuracy"] = passed / asked
         return metrics
 
+    answered = [chat for chat in val_chats if chat[-1]["role"] == "assistant"]
+
     def sample() -> str:
-        question = val_chats[len(val_chats) // 2][:-1]
+        if not answered:
+            return ""
+        question = answered[len(answered) // 2][:-1]
         (answer,) = evaluation.answer_many(cached, tok, [question], evaluation.GREEDY, seed=0)
         return f"user: {question[-1]['content']}\nassistant: {answer}"
 

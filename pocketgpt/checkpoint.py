@@ -23,7 +23,6 @@ from pocketgpt.files import atomic_path
 from pocketgpt.tokenizer import Tokenizer
 
 FORMAT = 1
-STAGES = ("base", "sft", "dpo")
 WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")  # what torch.compile and DDP put before parameter names
 KEYS = {
     "format": int,

@@ -78,7 +78,10 @@ def help_text(name: str) -> str:
     text = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").rstrip()
     groups = re.findall(r"^  - (\w+):", text, re.M)
     choices = {group: sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")) for group in groups}
-    lines = [f"{group}= one of: {', '.join(c for c in found if c != 'base')} (configs/{group}/)" for group, found in choices.items()]
+    lines = [
+        f"{group}= one of: {', '.join(c for c in found if c != 'base')} (configs/{group}/)"
+        for group, found in choices.items()
+    ]
     return "\n".join([text, "", *lines])
 
 

@@ -36,7 +36,7 @@ class Example:
 
 
 def examples(
-    tok: Tokenizer, conversations: Iterable[list[chat_template.Message]], block_size: int
+    tok: Tokenizer, conversations: Iterable[list[chat_template.Message]], block_size: int, side: str = "training"
 ) -> tuple[list[Example], int]:
     """Encode conversations. Returns those that fit into block_size, and how many did not.
 
@@ -51,11 +51,9 @@ def examples(
         else:
             kept.append(example)
     if not kept:
-        raise UserError(
-            f"no conversation is left to train on: {too_long} were longer than the block of {block_size} tokens"
-        )
+        raise UserError(f"no {side} conversation is left: {too_long} were longer than the block of {block_size} tokens")
     if not any((example.targets != IGNORE).any() for example in kept):
-        raise UserError("no supervised token in the data: the conversations have no assistant turn")
+        raise UserError(f"no supervised token in the {side} data: the conversations have no assistant turn")
     return kept, too_long
 
 

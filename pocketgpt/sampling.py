@@ -79,7 +79,9 @@ def sample(
     logits = penalise_repetition(logits.float(), seen, settings.repetition_penalty)[:, :n_tokens]
     if settings.temperature == 0:
         return logits.argmax(-1)
-    probabilities = filter_logits(logits / settings.temperature, settings).softmax(-1)
+    # The largest becomes 0 first, so that a tiny temperature divides nothing into infinity.
+    logits = (logits - logits.amax(-1, keepdim=True)) / settings.temperature
+    probabilities = filter_logits(logits, settings).softmax(-1)
     return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -90,6 +91,22 @@ class Stage:
     monitor: str | None = None
 
 
+class Interrupt:
+    """Takes note of the first Ctrl-C or SIGTERM, so that the step at work can finish; the second Ctrl-C is the usual one."""
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(self, number: int, frame: object) -> None:
+        self.signal = number
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def restore(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
 @dataclass
 class Result:
     step: int
@@ -115,7 +132,8 @@ def train(
     """Run the stage to its end: `config.steps` optimizer steps or `config.minutes`, whichever comes first.
 
     The learning rate follows the progress of whichever limit is nearer, so a run ended by the clock has finished its decay.
-    Ctrl-C saves `resume_<stage>.pt` and passes on; `train.resume=true` continues from it.
+    Ctrl-C or SIGTERM finish the step, save `resume_<stage>.pt` and stop; `train.resume=true` continues from it. A second
+    Ctrl-C stops at once.
 
     Raises:
         UserError: if the gradient stays non-finite, or there is nothing to resume from.
@@ -141,6 +159,7 @@ def train(
     model.train()
     gc.collect()
     gc.freeze()  # what is here stays: the collector need not walk it at every step
+    interrupt = Interrupt()
     try:
         while not finished(config, state, step_seconds):
             step_start = time.perf_counter()
@@ -204,13 +223,13 @@ def train(
                 evaluate(model, stage, state, log)
                 if not last:
                     save_resume(resume_path, model, optimizer, state)
-    except KeyboardInterrupt:
-        optimizer.zero_grad()
-        save_resume(resume_path, model, optimizer, state)
-        log.stop()
-        log.say(f"interrupted after step {state.step}; go on with train.resume=true")
-        raise
+            if interrupt.signal and not last:
+                save_resume(resume_path, model, optimizer, state)
+                log.stop()
+                log.say(f"stopped after step {state.step}, saved {resume_path}; go on with train.resume=true")
+                raise SystemExit(128 + interrupt.signal)
     finally:
+        interrupt.restore()
         gc.unfreeze()
         log.stop()
     if state.best_weights is not None and state.best_metrics is not None:
@@ -226,9 +245,9 @@ def autocast_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
 
 
 def progress(config: TrainConfig, state: State, step_seconds: float) -> float:
-    """Share of the run that is done once the coming step is, in (0, 1]."""
-    by_steps = (state.step + 1) / config.steps if config.steps > 0 else 0.0
-    by_clock = (state.elapsed + step_seconds) / (60 * config.minutes) if config.minutes > 0 else 0.0
+    """Share of the run that is done in the middle of the coming step: above 0 for the first, below 1 for the last."""
+    by_steps = (state.step + 0.5) / config.steps if config.steps > 0 else 0.0
+    by_clock = (state.elapsed + 0.5 * step_seconds) / (60 * config.minutes) if config.minutes > 0 else 0.0
     return min(1.0, max(by_steps, by_clock, 1e-3))  # the clock stands at 0 for the first step
 
 

@@ -17,7 +17,13 @@ from base_model import PRESETS, GPTConfig
 from pocketgpt import config
 from pocketgpt.errors import UserError
 
-STAGES = {"pretrain": pretrain.Config, "sft": sft.Config, "dpo": dpo.Config, "kv_cache": kv_cache.Config, "evaluate": evaluate.Config}
+STAGES = {
+    "pretrain": pretrain.Config,
+    "sft": sft.Config,
+    "dpo": dpo.Config,
+    "kv_cache": kv_cache.Config,
+    "evaluate": evaluate.Config,
+}
 FILES = sorted(config.CONFIGS.rglob("*.yaml"))
 
 
@@ -51,7 +57,9 @@ def test_model_files_are_the_presets(preset: str) -> None:
     assert shape["n_kv_head"] == (4 if preset == "gpt2" else 2)
 
 
-@pytest.mark.parametrize("choice", [path.stem for path in (config.CONFIGS / "data").glob("*.yaml") if path.stem != "base"])
+@pytest.mark.parametrize(
+    "choice", [path.stem for path in (config.CONFIGS / "data").glob("*.yaml") if path.stem != "base"]
+)
 def test_data_choices_compose(choice: str) -> None:
     for name in ("pretrain", "sft", "dpo"):
         assert config.load(name, STAGES[name], [f"data={choice}"]).data.split

@@ -32,7 +32,12 @@ def command(cwd: Path, *arguments: str, code: int = 0) -> subprocess.CompletedPr
     """Run a script as a user would, from another folder, without network settings; check its exit code."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     done = subprocess.run(
-        [sys.executable, str(ROOT / arguments[0]), *arguments[1:]], cwd=cwd, env=env, capture_output=True, text=True, timeout=170
+        [sys.executable, str(ROOT / arguments[0]), *arguments[1:]],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=170,
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done
@@ -46,10 +51,19 @@ def road(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]
     lines = [" ".join(rng.choices(WORDS, k=9)) + "." for _ in range(900)]
     (folder / "text.txt").write_text("\n".join(lines), encoding="utf-8")
     pairs = [{"prompt": f"Say {w}.", "chosen": w, "rejected": w.upper()} for w in dict.fromkeys(WORDS)]
-    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, [*pairs, pairs[0] | {"rejected": pairs[0]["chosen"]}])))
+    (folder / "pairs.jsonl").write_text(
+        "\n".join(map(json.dumps, [*pairs, pairs[0] | {"rejected": pairs[0]["chosen"]}]))
+    )
     out = f"out={folder / 'out'}"
     runs = {
-        "pretrain": ["data=mine", f"data.path={folder / 'text.txt'}", f"cache={folder / 'cache'}", "vocab_size=300", *TINY, *SHORT],
+        "pretrain": [
+            "data=mine",
+            f"data.path={folder / 'text.txt'}",
+            f"cache={folder / 'cache'}",
+            "vocab_size=300",
+            *TINY,
+            *SHORT,
+        ],
         "sft": ["data.generate=40", *SHORT],
         "dpo": ["data=mine", f"data.path={folder / 'pairs.jsonl'}", *SHORT],
         "kv_cache": ["new_tokens=20", "prompt_lengths=[16,64]", "repeats=1"],
@@ -68,7 +82,13 @@ def test_every_stage_leaves_what_it_promises(road: tuple[Path, dict[str, str]]) 
         assert ckpt["run_config"]["train"]["steps"] == 3
         assert all(len(digest) == 64 for digest in ckpt["fingerprints"].values())
         names = {path.name for path in (out / stage).iterdir()}
-        assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+        assert names == {
+            "config.json",
+            "generation_config.json",
+            "model.safetensors",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        }
         rows = read_jsonl(out / f"metrics_{stage}.jsonl")
         assert {row["kind"] for row in rows} == {"train", "val"} and rows[-1]["step"] == 3
         assert (out / f"plot_{stage}.png").read_bytes().startswith(b"\x89PNG")
@@ -144,14 +164,26 @@ def test_preference_data_is_split_and_equal_answers_are_counted(road: tuple[Path
 def test_resume_continues_to_the_same_weights(road: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     """Six steps at once, and three resumed to six, with another micro-batch: the same data, the same model."""
     folder = road[0]
-    common = ["data=mine", f"data.path={folder / 'text.txt'}", f"cache={folder / 'cache'}", "vocab_size=300", *TINY, *SHORT]
+    common = [
+        "data=mine",
+        f"data.path={folder / 'text.txt'}",
+        f"cache={folder / 'cache'}",
+        "vocab_size=300",
+        *TINY,
+        *SHORT,
+    ]
     common += ["model.dropout=0.1", "train.warmup=0", "train.decay=0", "train.eval_every=3", "train.log_every=1"]
     command(tmp_path, "pretrain.py", "out=whole", *common, "train.steps=6")
     command(tmp_path, "pretrain.py", "out=half", *common, "train.steps=3")
     command(tmp_path, "pretrain.py", "out=half", *common, "train.steps=6", "train.resume=true")
-    whole, half = (torch.load(tmp_path / side / "ckpt_base.pt", weights_only=True)["state_dict"] for side in ("whole", "half"))
+    whole, half = (
+        torch.load(tmp_path / side / "ckpt_base.pt", weights_only=True)["state_dict"] for side in ("whole", "half")
+    )
     assert all(torch.equal(whole[name], half[name]) for name in whole)
-    losses = [[(r["step"], r["loss"]) for r in read_jsonl(tmp_path / side / "metrics_base.jsonl") if r["kind"] == "train"] for side in ("whole", "half")]
+    losses = [
+        [(r["step"], r["loss"]) for r in read_jsonl(tmp_path / side / "metrics_base.jsonl") if r["kind"] == "train"]
+        for side in ("whole", "half")
+    ]
     assert losses[0] == losses[1] and len(losses[0]) == 6
 
 
@@ -181,7 +213,14 @@ def test_bad_text_stops_pretraining(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     out = tmp_path / "out"
-    text = fails(pretrain.main, monkeypatch, "data=mine", f"data.path={tmp_path / name}", f"out={out}", f"cache={tmp_path / 'cache'}")
+    text = fails(
+        pretrain.main,
+        monkeypatch,
+        "data=mine",
+        f"data.path={tmp_path / name}",
+        f"out={out}",
+        f"cache={tmp_path / 'cache'}",
+    )
     assert message in text and not out.exists()
 
 
@@ -194,7 +233,14 @@ def test_text_shorter_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_vocabulary_larger_than_the_text_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("A few words, and then no more.\n" * 30)
-    text = fails(pretrain.main, monkeypatch, "data=mine", f"data.path={tmp_path / 'a.txt'}", f"cache={tmp_path / 'cache'}", f"out={tmp_path / 'out'}")
+    text = fails(
+        pretrain.main,
+        monkeypatch,
+        "data=mine",
+        f"data.path={tmp_path / 'a.txt'}",
+        f"cache={tmp_path / 'cache'}",
+        f"out={tmp_path / 'out'}",
+    )
     assert "not 4096: set vocab_size=" in text and not (tmp_path / "cache").exists()
 
 
@@ -203,7 +249,9 @@ def test_missing_checkpoint_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert needs in fails(main, monkeypatch, f"out={tmp_path / 'out'}") and not (tmp_path / "out").exists()
 
 
-def test_bad_rows_stop_sft_and_leave_the_old_checkpoint(road: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_rows_stop_sft_and_leave_the_old_checkpoint(
+    road: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     shutil.copytree(road[0] / "out", out, symlinks=True)
     before = (out / "ckpt_sft.pt").read_bytes()
@@ -216,7 +264,9 @@ def test_bad_rows_stop_sft_and_leave_the_old_checkpoint(road: tuple[Path, dict[s
         (good, "longer than the block of 128 tokens"),
     ):
         path.write_text("\n".join([json.dumps(row)] * 30))
-        text = fails(sft.main, monkeypatch, "data=mine", f"data.path={path}", f"out={out}", "device=cpu", "train.dtype=float32")
+        text = fails(
+            sft.main, monkeypatch, "data=mine", f"data.path={path}", f"out={out}", "device=cpu", "train.dtype=float32"
+        )
         assert message in text
     assert (out / "ckpt_sft.pt").read_bytes() == before
 
