@@ -46,6 +46,8 @@ SWITCHES = {
     "mlp": ("swiglu", "relu2", "gelu"),
 }
 
+PLAIN_KEYS = 1024  # up to here the scores of all heads may stand in memory
+
 # Takes the new keys and values of one layer, (B, n_kv_head, T, head_dim) each, and returns all that are to be attended.
 KeepKV = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -89,6 +91,12 @@ class GPTConfig:
             raise UserError(
                 f"model.n_head={self.n_head} is not divisible by model.n_kv_head={self.n_kv_head}: change one"
             )
+        for key in ("head_dim", "n_inner"):
+            if getattr(self, key) < 0:
+                raise UserError(f"model.{key} is {getattr(self, key)}: it must be 0 (chosen for you) or above")
+        for key in ("rope_theta", "norm_eps"):
+            if not 0 < getattr(self, key) < math.inf:
+                raise UserError(f"model.{key} is {getattr(self, key)}: it must be above 0")
         if not 0 <= self.dropout < 1:
             raise UserError(f"model.dropout is {self.dropout}: it must be in [0, 1)")
         if self.position == "rope" and self.width_of_head % 2:
@@ -117,7 +125,10 @@ class GPTConfig:
             right = isinstance(value, (int, float) if known[key] is float else known[key])
             if not right or (isinstance(value, bool) and known[key] is not bool):
                 raise UserError(f"{where}: model.{key} is {value!r}, it must be a {known[key].__name__}")
-        return cls(**values)
+        try:
+            return cls(**values)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
 
 
 class RMSNorm(nn.RMSNorm):
@@ -141,6 +152,31 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = rope
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0) -> Tensor:
+    """softmax(q k^T / sqrt(head_dim)) v: q (B, n_head, T, head_dim), k and v (B, n_kv_head, S, head_dim) -> as q.
+
+    mask: see Attention.forward. Without one the queries are the newest tokens and see all before them, which needs no mask
+    for a single query, and is a triangle when there are no other keys; everything in between must bring its mask, because
+    the triangle of SDPA's `is_causal` is aligned to the upper left.
+    """
+    length, keys, groups = q.size(2), k.size(2), q.size(1) // k.size(1)
+    assert mask is not None or length in (1, keys), "several queries after cached keys need a mask"
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and length > 1 and keys <= PLAIN_KEYS and not dropout:
+        # Two plain matrix products, with the queries that share a key head in one of them: on processors without AMX
+        # the fused kernel takes twice as long (docs/LOG.md). It saves the memory of the scores, which is small here.
+        if mask is None:
+            mask = torch.ones(length, keys, dtype=torch.bool).tril()
+        bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -math.inf).expand(*q.shape[:2], -1, -1)
+        grouped = (q.size(0) * k.size(1), groups * length)
+        scores = torch.baddbmm(
+            bias.reshape(*grouped, keys), q.reshape(*grouped, -1), k.flatten(0, 1).mT, alpha=q.size(-1) ** -0.5
+        )
+        return (scores.softmax(-1) @ v.flatten(0, 1)).view(*q.shape)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None and length > 1, enable_gqa=groups > 1
+    )
 
 
 class Attention(nn.Module):
@@ -169,19 +205,7 @@ class Attention(nn.Module):
             q, k = rotate(q, rope), rotate(k, rope)
         if keep is not None:
             k, v = keep(k, v)
-        # `is_causal` aligns its triangle to the upper left, so it is right only when queries and keys are as many. A
-        # single query needs no mask, because it is the newest; everything in between must bring its own.
-        square = q.size(2) == k.size(2)
-        assert mask is not None or square or q.size(2) == 1, "several queries after cached keys need a mask"
-        y = F.scaled_dot_product_attention(
-            q,
-            k.to(q.dtype),
-            v.to(q.dtype),
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None and square and length > 1,
-            enable_gqa=self.n_kv_head != self.n_head,
-        )
+        y = attend(q, k.to(q.dtype), v.to(q.dtype), mask, self.dropout if self.training else 0.0)
         return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -345,10 +369,9 @@ class GPT(nn.Module):
     def from_loaded(cls, loaded: checkpoint.Checkpoint, device: str | torch.device = "cpu") -> Self:
         """The model of a checkpoint that has been read already."""
         config = GPTConfig.from_dict(loaded.config, where=str(loaded.path))
-        with torch.device("meta"):
-            expected = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
-        checkpoint.verify_weights(loaded, expected, config.vocab_size)
         model = cls(config)
+        expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        checkpoint.verify_weights(loaded, expected, config.vocab_size)
         model.load_state_dict(loaded.state_dict)
         model.n_tokens = loaded.tokenizer.vocab_size
         return model.to(device).eval()

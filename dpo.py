@@ -48,6 +48,7 @@ class DPOConfig:
     beta: float
     label_smoothing: float
     chosen_nll: float
+    families: list[str]
     samples: int
     temperature: float
     control_lr: float
@@ -88,15 +89,15 @@ class Pair:
 def sample_pairs(
     model: CachedGPT, tok: Tokenizer, items: Sequence[tasks.Item], dpo: DPOConfig, seed: int, title: str
 ) -> tuple[list[Pair], dict[str, int]]:
-    """Answer every item several times and pair answers that pass their check with answers that fail.
+    """Answer every item several times and pair answers that pass their check and keep the style rule with others.
 
-    Items whose answers all pass or all fail have nothing to prefer: they are dropped, and counted as tied.
+    Items whose answers all do, or none does, have nothing to prefer: they are dropped, and counted as tied.
     """
     repeated = [item for item in items for _ in range(dpo.samples)]
     scored = evaluation.score_with_bar(title, model, tok, repeated, Settings(temperature=dpo.temperature), seed)
     pairs, counts = [], defaultdict(int, sampled=len(repeated))
     for start in range(0, len(repeated), dpo.samples):
-        answers = list(zip(scored.answers, scored.passed, strict=True))[start : start + dpo.samples]
+        answers = list(zip(scored.answers, scored.liked, strict=True))[start : start + dpo.samples]
         good = list(dict.fromkeys(text for text, ok in answers if ok))
         bad = list(dict.fromkeys(text for text, ok in answers if not ok))
         if not good or not bad:
@@ -153,7 +154,7 @@ class PairRows:
     def rows(self, which: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The chosen rows of these pairs and then the rejected ones, padded at the right: (2n, T) inputs and targets."""
         sides = [self.chosen[i] for i in which] + [self.rejected[i] for i in which]
-        shape = (len(sides), max(map(len, sides)))
+        shape = (len(sides), -(-max(map(len, sides)) // 32) * 32)  # few different lengths: see loss.whole
         inputs, targets = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
         for row, side in enumerate(sides):
             inputs[row, : len(side)], targets[row, : len(side)] = side.inputs, side.targets
@@ -207,13 +208,15 @@ def main() -> None:
     log = RunLog(out, "dpo", config.plain(cfg), cfg.log, cfg.train.resume)
     log.say(f"{machine.describe(device)}; {why}")
 
-    dev: list[tasks.Item] = []
+    dev: list[tasks.Item] = []  # held-out items of the paired families, each of them several times
     if cfg.data.kind == "onpolicy":
         speeches = shakespeare.speeches()
-        _, dev = evaluation.heldout_items(speeches)
-        prompts = tasks.make_items(cfg.data.generate, heldout=False, seed=1, speeches=speeches)
+        families = [name for name in cfg.dpo.families if speeches or name not in ("line", "question", "dialogue")]
+        prompts = tasks.make_items(cfg.data.generate, heldout=False, seed=1, speeches=speeches, families=families)
+        _, every = evaluation.heldout_items(speeches)
+        dev = [item for item in every if item.family in families for _ in range(4)]
         train_pairs, counts = sample_pairs(cached, tok, prompts, cfg.dpo, cfg.train.seed, "sampling answers")
-        val_pairs, _ = sample_pairs(cached, tok, dev, cfg.dpo, cfg.train.seed + 1, "sampling held-out answers")
+        val_pairs, _ = sample_pairs(cached, tok, dev[::4], cfg.dpo, cfg.train.seed + 1, "sampling held-out answers")
     else:
         train_pairs, val_pairs, counts = own_pairs(cfg.data)
     for name, kept in (("train", train_pairs), ("heldout", val_pairs)):
@@ -275,6 +278,7 @@ def main() -> None:
         }
         if dev:
             result = evaluation.score(cached, tok, dev, Settings(temperature=cfg.dpo.temperature), seed=7)
+            metrics["liked"] = sum(result.liked) / len(dev)
             metrics["passed"] = result.rate()[0] / len(dev)
             metrics["answer_length"] = result.mean_length()
         return metrics
@@ -289,7 +293,7 @@ def main() -> None:
 
     def finish(name: str, stage_log: RunLog, loss: Loss, lr: float) -> Path:
         """Train from the SFT weights with this loss, keep the best by held-out wins, and save."""
-        monitor = "passed" if dev else "accuracy"
+        monitor = "liked" if dev else "accuracy"
         flops = model.flops_per_token(128)
         stage = Stage(name, batches, loss, evaluate, sample, flops, unit="/pair", monitor=monitor)
         resume = cfg.train.resume and (out / f"resume_{name}.pt").exists()

@@ -75,16 +75,18 @@ def measure(
     tok, name = loaded.tokenizer, STAGES[loaded.stage]
     sampling = Settings(temperature=cfg.temperature)
     greedy = evaluation.score_with_bar(f"{name}: greedy answers", model, tok, items)
-    sampled = evaluation.score_with_bar(f"{name}: sampled answers", model, tok, items, sampling, cfg.seed)
     numbers: dict[str, Any] = {
         "families": greedy.by_family(),
         "formats": greedy.rate(evaluation.FORMATS),
         "greedy": greedy.rate(),
-        "sampled": sampled.rate(),
         "answer_characters": greedy.mean_length(),
         "chats": [chat(model, tok, turns) for turns in CHATS],
-        "score": sampled,
     }
+    if loaded.stage != "base":  # it does not know where an answer ends, so sampling it takes long and shows nothing
+        sampled = evaluation.score_with_bar(f"{name}: sampled answers", model, tok, items, sampling, cfg.seed)
+        numbers["sampled"] = sampled.rate()
+        numbers["liked"] = (sum(sampled.liked), len(sampled.liked))
+        numbers["score"] = sampled
     if pairs:
         chosen, rejected = PairRows(tok, pairs, model.config.block_size, 0).log_probs(model, torch.float32)
         numbers["preference"] = (int((chosen > rejected).sum()), len(chosen))
@@ -112,7 +114,7 @@ def measure_all(out: Path, stages: list[str], cfg: Config) -> dict[str, Any]:
     measured = {stage: measure(out / f"ckpt_{stage}.pt", items, pairs, cfg, device) for stage in stages}
     for stage, bits in held_out_bits(out, stages, device).items() if "base" in stages else ():
         measured[stage]["bits_per_byte"] = bits
-    scores = {stage: numbers.pop("score") for stage, numbers in measured.items()}
+    scores = {stage: numbers.pop("score", None) for stage, numbers in measured.items()}
     for stage in ("control", "dpo"):
         if stage in stages and "sft" in stages:
             won, decided = evaluation.wins(scores[stage], scores["sft"])
@@ -153,7 +155,8 @@ def show(results: dict[str, Any]) -> None:
         row(family, lambda n, family=family: evaluation.percent(n["families"][family]))  # type: ignore[misc]
     row("all families", lambda n: evaluation.percent(n["greedy"]))
     row("format families", lambda n: evaluation.percent(n["formats"]))
-    row("all families, sampled", lambda n: evaluation.percent(n["sampled"]))
+    row("all families, sampled", lambda n: evaluation.percent(n.get("sampled", (0, 0))))
+    row("sampled, and in style", lambda n: evaluation.percent(n.get("liked", (0, 0))))
     row("preference accuracy", lambda n: evaluation.percent(n.get("preference", (0, 0))))
     row("answer length (characters)", lambda n: f"{n['answer_characters']:.0f}")
     console.print(table)

@@ -207,6 +207,8 @@ class CachedGPT(GPT):
         """A cached view of a model: the same weights in the same memory, so that training it changes this one too."""
         view = cls(model.config).to(model.embed.weight.device).eval()
         view.load_state_dict(model.state_dict(), assign=True)
+        if model.config.tie_embeddings:  # assigned name by name, one weight became two parameters
+            view.lm_head.weight = view.embed.weight
         view.n_tokens = model.n_tokens
         return view
 
@@ -244,6 +246,7 @@ class CachedGPT(GPT):
         """
         capacity = min(self.config.block_size, idx.size(1) + max_new_tokens)
         held = cache if cache is not None else self.new_cache(idx.size(0), capacity=capacity)
+        held.reset()
         began = 0
 
         def next_logits(ids: Tensor, start: int) -> Tensor:
@@ -274,7 +277,7 @@ class CachedGPT(GPT):
         *,
         stop_ids: Sequence[int],
         generator: torch.Generator | None = None,
-        batch_size: int = 64,
+        batch_size: int = 128,
     ) -> list[list[int]]:
         """Answers to prompts of different lengths, in their order, each without its prompt and its stop id.
 
@@ -292,7 +295,9 @@ class CachedGPT(GPT):
             rows = order[first : first + batch_size]
             longest = len(prompts[rows[-1]])
             starts = torch.tensor([longest - len(prompts[i]) for i in rows], device=device)
-            ids = torch.tensor([[0] * (longest - len(prompts[i])) + list(prompts[i]) for i in rows], device=device)
+            ids = torch.tensor(
+                [[prompts[i][0]] * (longest - len(prompts[i])) + list(prompts[i]) for i in rows], device=device
+            )
             cache = self.new_cache(len(rows), starts if bool(starts.any()) else None, longest + max_new_tokens)
             logits = self.lm_head(self.extend(ids, cache)[:, -1])
             alive = list(range(len(rows)))  # which rows of the batch still talk

@@ -26,7 +26,7 @@ from pocketgpt.errors import run
 from pocketgpt.loss import IGNORE, linear_cross_entropy
 from pocketgpt.metrics import RunLog, console
 from pocketgpt.optim import OptimConfig
-from pocketgpt.packing import Example, PackedRows, attention_mask, examples, lay_out, pack
+from pocketgpt.packing import Example, PackedRows, attention_mask, examples, lay_out, pack, row_length
 from pocketgpt.tokenizer import Tokenizer
 from pocketgpt.trainer import Batch, Stage, TrainConfig, train
 
@@ -73,17 +73,18 @@ def show_rows(tok: Tokenizer, chats: list[list[chat_template.Message]]) -> None:
         console.print(f"[dim]{sum(supervised)} of {len(ids)} tokens supervised[/dim]\n")
 
 
-def heldout_loss(model: GPT, rows: list[list[Example]], dtype: torch.dtype) -> float:
+def heldout_loss(model: GPT, rows: list[list[Example]], length: int, dtype: torch.dtype) -> float:
     """Nats per supervised token on held-out conversations."""
     device = model.embed.weight.device
     total, count = 0.0, 0
     for start in range(0, len(rows), 8):
-        batch = lay_out(rows[start : start + 8], model.config.block_size)
-        with torch.no_grad(), machine.autocast(device, dtype):
-            hidden = model.hidden_states(
-                batch.inputs.to(device), batch.positions.to(device), attention_mask(batch.segments.to(device))
-            )
-        total += float(linear_cross_entropy(hidden, model.lm_head.weight, batch.targets.to(device), dtype))
+        batch = lay_out(rows[start : start + 8], length)
+        with torch.no_grad():
+            with machine.autocast(device, dtype):
+                hidden = model.hidden_states(
+                    batch.inputs.to(device), batch.positions.to(device), attention_mask(batch.segments.to(device))
+                )
+            total += float(linear_cross_entropy(hidden, model.lm_head.weight, batch.targets.to(device), dtype))
         count += int((batch.targets != IGNORE).sum())
     return total / max(1, count)
 
@@ -108,8 +109,9 @@ def main() -> None:
     with console.status("encoding the conversations"):
         train_examples, too_long = examples(tok, train_chats, block, "training")
         val_examples, _ = examples(tok, val_chats, block, "held-out")
-        packed = PackedRows(train_examples, block, cfg.train.seed)
-    val_rows = [[val_examples[i] for i in row] for row in pack([len(e) for e in val_examples], block)]
+        length = row_length(train_examples + val_examples, block)
+        packed = PackedRows(train_examples, length, cfg.train.seed)
+    val_rows = [[val_examples[i] for i in row] for row in pack([len(e) for e in val_examples], length)]
 
     log = RunLog(out, "sft", config.plain(cfg), cfg.log, cfg.train.resume)
     supervised = sum(int((e.targets != IGNORE).sum()) for e in train_examples)
@@ -117,7 +119,7 @@ def main() -> None:
     log.say(f"{machine.describe(device)}; {why}")
     log.say(
         f"{len(train_examples):,} conversations, {read:,} tokens, {supervised / read:.0%} of them supervised, in "
-        f"{packed.per_epoch:,} rows filled to {read / packed.per_epoch / block:.1%}; {too_long} too long for {block} tokens, dropped"
+        f"{packed.per_epoch:,} rows of {length} filled to {read / packed.per_epoch / length:.1%}; {too_long} too long for {block} tokens, dropped"
     )
 
     def batches(step: int) -> list[Batch]:
@@ -135,7 +137,7 @@ def main() -> None:
         return linear_cross_entropy(hidden, model.lm_head.weight, targets, dtype), {}
 
     def evaluate() -> dict[str, float]:
-        metrics = {"loss": heldout_loss(model, val_rows, dtype)}
+        metrics = {"loss": heldout_loss(model, val_rows, length, dtype)}
         if items:
             passed, asked = evaluation.score(cached, tok, items).rate()
             metrics["accuracy"] = passed / asked
@@ -150,7 +152,7 @@ def main() -> None:
         (answer,) = evaluation.answer_many(cached, tok, [question], evaluation.GREEDY, seed=0)
         return f"user: {question[-1]['content']}\nassistant: {answer}"
 
-    stage = Stage("sft", batches, loss, evaluate, sample, model.flops_per_token(block))
+    stage = Stage("sft", batches, loss, evaluate, sample, model.flops_per_token(length))
     config.save(cfg, out / "config_sft.yaml")
     result = train(model, stage, cfg.train, cfg.optim, out, log)
 

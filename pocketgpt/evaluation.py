@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pocketgpt import chat_template, tasks
 from pocketgpt import device as machine
-from pocketgpt.loss import IGNORE, linear_cross_entropy
+from pocketgpt.loss import IGNORE, linear_cross_entropy, linear_log_probs
 from pocketgpt.metrics import bar
 from pocketgpt.sampling import Settings
 from pocketgpt.token_files import TokenFile
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the models live in top-level scripts, which this library do
     from kv_cache import CachedGPT
 
 MAX_VAL_TOKENS = 100_000  # held-out tokens that bits per byte is measured on, from the start of the split
-MAX_ANSWER = 120  # tokens
+MAX_ANSWER = 80  # tokens
 TEST_ITEMS, DEV_ITEMS = 200, 25  # per family
 GREEDY = Settings(temperature=0.0)
 # The families whose check is about form more than content.
@@ -40,9 +40,10 @@ def bits_per_byte(model: GPT, tok: Tokenizer, file: TokenFile, dtype: torch.dtyp
     nats, text_bytes = 0.0, 0
     for x, y in file.val_windows(model.config.block_size, batch_size=batch_size, max_tokens=MAX_VAL_TOKENS):
         targets = torch.from_numpy(y)
-        with torch.no_grad(), machine.autocast(device, dtype):
-            hidden = model.hidden_states(torch.from_numpy(x).to(device))
-        nats += float(linear_cross_entropy(hidden, model.lm_head.weight, targets.to(device), dtype))
+        with torch.no_grad():
+            with machine.autocast(device, dtype):
+                hidden = model.hidden_states(torch.from_numpy(x).to(device))
+            nats += float(linear_cross_entropy(hidden, model.lm_head.weight, targets.to(device), dtype))
         text_bytes += int(lengths[targets[targets != IGNORE]].sum())
     return nats / math.log(2) / text_bytes
 
@@ -59,11 +60,18 @@ def answer_many(
 
 @dataclass
 class Score:
-    """Answers to items: which passed, and how long they were."""
+    """Answers to items: which passed their check, and which of those also keep the style rule."""
 
     items: Sequence[tasks.Item]
     answers: list[str]
     passed: list[bool]
+    liked: list[bool]
+
+    @classmethod
+    def of(cls, items: Sequence[tasks.Item], answers: list[str]) -> Score:
+        passed = [tasks.check(item, text) for item, text in zip(items, answers, strict=True)]
+        liked = [ok and tasks.in_style(item, text) for item, text, ok in zip(items, answers, passed, strict=True)]
+        return cls(items, answers, passed, liked)
 
     def rate(self, families: Sequence[str] | None = None) -> tuple[int, int]:
         """(passed, asked) of these families, of all by default."""
@@ -103,7 +111,7 @@ def score(
 ) -> Score:
     """Ask every item and check the answers."""
     answers = answer_many(model, tok, [item.messages for item in items], settings, seed)
-    return Score(items, answers, [tasks.check(item, text) for item, text in zip(items, answers, strict=True)])
+    return Score.of(items, answers)
 
 
 def score_with_bar(
@@ -111,13 +119,13 @@ def score_with_bar(
 ) -> Score:
     """`score` under a progress bar, in parts of a few batches."""
     progress, task = bar(name, len(items))
-    parts = []
+    answers: list[str] = []
     with progress:
         for start in range(0, len(items), 240):
             part = items[start : start + 240]
-            parts.append(score(model, tok, part, settings, seed + start))
+            answers += score(model, tok, part, settings, seed + start).answers
             progress.advance(task, len(part))
-    return Score(items, [a for p in parts for a in p.answers], [ok for p in parts for ok in p.passed])
+    return Score.of(items, answers)
 
 
 def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
@@ -131,8 +139,8 @@ def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def wins(ours: Score, theirs: Score) -> tuple[int, int]:
-    """(wins, decided) item by item: ours passes where theirs fails; items that both pass or both fail are undecided."""
-    decided = [(a, b) for a, b in zip(ours.passed, theirs.passed, strict=True) if a != b]
+    """(wins, decided) item by item: ours is liked where theirs is not; items where both are or neither is are undecided."""
+    decided = [(a, b) for a, b in zip(ours.liked, theirs.liked, strict=True) if a != b]
     return sum(a for a, _ in decided), len(decided)
 
 
@@ -144,9 +152,8 @@ def answer_log_probs(model: GPT, rows: Tensor, targets: Tensor, dtype: torch.dty
     device = model.embed.weight.device
     with machine.autocast(device, dtype):
         hidden = model.hidden_states(rows)
-        wanted = targets != IGNORE
-        logits = model.lm_head(hidden[wanted])  # only where an answer stands: (supervised tokens, vocab_size)
-    chosen = logits.float().log_softmax(-1).gather(-1, targets[wanted][:, None]).squeeze(-1)
+    wanted = targets != IGNORE  # the head runs only where an answer stands
+    chosen = linear_log_probs(hidden[wanted], model.lm_head.weight, targets[wanted], dtype)
     owner = torch.arange(rows.size(0), device=device)[:, None].expand_as(rows)[wanted]
     return torch.zeros(rows.size(0), device=device).index_add(0, owner, chosen)
 

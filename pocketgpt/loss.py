@@ -7,9 +7,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 IGNORE = -1  # target of a position that is not supervised
-CHUNK = 2048  # positions whose logits exist at once
+# Positions whose logits exist at once. On a CPU few, so that they stay in its cache: 256 take 0.7 of the time of 2,048
+# (docs/LOG.md). A GPU wants large products.
+CHUNK = {"cpu": 256, "cuda": 4096, "mps": 4096}
+
+
+def whole(rows: Tensor) -> Tensor:
+    """rows (n, d) with zero rows below, to a multiple of 64.
+
+    The CPU library prepares, and keeps, code and memory for every size of product it meets; supervised tokens come in
+    any number, and without this resident memory grows by a gigabyte within minutes.
+    """
+    return F.pad(rows, (0, 0, 0, -len(rows) % 64))
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -26,20 +38,22 @@ class LinearCrossEntropy(torch.autograd.Function):
         weight_low = weight.to(dtype)
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight)
-        for start in range(0, hidden.size(0), CHUNK):
-            rows = slice(start, start + CHUNK)
-            h = hidden[rows].to(dtype)
-            logits = F.linear(h, weight_low).float()
-            wanted = targets[rows, None]
+        size = CHUNK[hidden.device.type]
+        for start in range(0, hidden.size(0), size):
+            rows = slice(start, start + size)
+            h, wanted = whole(hidden[rows].to(dtype)), targets[rows, None]
+            logits = F.linear(h, weight_low)[: len(wanted)].float()
             largest = logits.amax(-1, keepdim=True)
             chosen = logits.gather(-1, wanted) - largest
             p = logits.sub_(largest).exp_()
             normalizer = p.sum(-1, keepdim=True)
             total += (normalizer.log() - chosen).sum()
+            if not any(ctx.needs_input_grad):
+                continue
             p /= normalizer
             p.scatter_add_(-1, wanted, torch.full_like(chosen, -1.0))
-            p = p.to(dtype)
-            grad_hidden[rows] = p @ weight_low
+            p = whole(p.to(dtype))
+            grad_hidden[rows] = (p @ weight_low)[: len(wanted)]
             grad_weight += (p.T @ h).to(weight.dtype)
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total
@@ -65,10 +79,19 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, dtype:
     return LinearCrossEntropy.apply(hidden, weight, targets, dtype)
 
 
-def token_log_probs(logits: Tensor, targets: Tensor) -> Tensor:
-    """log p(target) per position: logits (B, T, V), targets (B, T) with IGNORE -> (B, T) float32, 0 where ignored."""
-    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none")
-    return -losses.view_as(targets)
+def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """log p(target) per position: hidden (N, n_embd), weight (vocab_size, n_embd), targets (N,) -> (N,) float32, in nats.
+
+    Chunk by chunk, and once more in the backward pass, so that (N, vocab_size) logits never exist at once.
+    """
+
+    def part(h: Tensor, wanted: Tensor) -> Tensor:
+        logits = F.linear(whole(h.to(dtype)), weight.to(dtype))[: len(wanted)]
+        return -F.cross_entropy(logits.float(), wanted, reduction="none")
+
+    size = CHUNK[hidden.device.type]
+    pairs = zip(hidden.split(size), targets.split(size), strict=True)
+    return torch.cat([checkpoint(part, h, wanted, use_reentrant=False) for h, wanted in pairs])
 
 
 def dpo_loss(

@@ -89,6 +89,13 @@ def lay_out(rows: Sequence[Sequence[Example]], length: int) -> Packed:
     return Packed(*map(torch.from_numpy, (inputs, targets, positions, segments)))
 
 
+def row_length(items: Sequence[Example], block_size: int) -> int:
+    """Tokens per row: as few as hold the longest example, in steps of 128 up to block_size, because attention inside a row
+    costs its square, and examples do not see each other anyway."""
+    longest = max(map(len, items))
+    return min(block_size, -(-longest // 128) * 128)
+
+
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """First fit with a limited number of open rows: indices of the items, in rows of at most `capacity` in sum.
 
@@ -117,21 +124,20 @@ class PackedRows:
 
     def __init__(self, items: Sequence[Example], block_size: int, seed: int) -> None:
         self.items, self.block_size, self.seed = items, block_size, seed
-        self._rows = lru_cache(maxsize=2)(self._epoch)  # two: a batch may lie across the border
-        # Rows per epoch differ with the order by a few; a fixed number makes the step alone decide.
-        self.per_epoch = len(self._rows(0))
+        order = np.random.default_rng(seed).permutation(len(items))
+        # Packed once: who shares a row changes nothing, since they cannot see each other, and so every epoch has the same
+        # number of rows.
+        self.rows = [[int(order[i]) for i in row] for row in pack([len(items[i]) for i in order], block_size)]
+        self.per_epoch = len(self.rows)
+        self._order = lru_cache(maxsize=2)(self._epoch)  # two: a batch may lie across the border
 
-    def _epoch(self, epoch: int) -> list[list[int]]:
-        rng = np.random.default_rng([self.seed, epoch])
-        order = rng.permutation(len(self.items))
-        rows = pack([len(self.items[i]) for i in order], self.block_size)
-        return [[int(order[i]) for i in rows[r]] for r in rng.permutation(len(rows))]
+    def _epoch(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, epoch]).permutation(self.per_epoch)
 
     def batch(self, step: int, batch_size: int) -> Packed:
         """The rows of a step, counted from 0."""
         rows = []
         for number in range(step * batch_size, (step + 1) * batch_size):
-            epoch = self._rows(number // self.per_epoch)
-            members = epoch[number % self.per_epoch % len(epoch)]
-            rows.append([self.items[i] for i in members])
+            row = self._order(number // self.per_epoch)[number % self.per_epoch]
+            rows.append([self.items[i] for i in self.rows[row]])
         return lay_out(rows, self.block_size)

@@ -80,7 +80,7 @@ def sample(
     if settings.temperature == 0:
         return logits.argmax(-1)
     # The largest becomes 0 first, so that a tiny temperature divides nothing into infinity.
-    logits = (logits - logits.amax(-1, keepdim=True)) / settings.temperature
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(settings.temperature, 1e-30)
     probabilities = filter_logits(logits, settings).softmax(-1)
     return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
 

@@ -501,23 +501,28 @@ def test_in_a_terminal(folder: Path, tmp_path: Path) -> None:
             shown += os.read(terminal, 4096)
         shown = shown.partition(text)[2]
 
+    def prompt() -> None:
+        until(b"> ")
+        time.sleep(0.3)  # readline prints the prompt before it takes over the terminal
+
     until(b"latest: stage sft, 0.04 M parameters, context of 4096 tokens")
-    until(b"> ")
+    prompt()
     os.write(terminal, b"hello\n")
     until(b"hello\r\n")
-    os.read(terminal, 1)  # the answer has begun
+    os.read(terminal, 1)
+    time.sleep(0.3)  # the answer has begun
     os.write(terminal, b"\x03")
     until(b"stopped, ")
-    until(b"> ")
+    prompt()
     os.write(terminal, b"\x1b[A")  # the line before, with the arrow key
     until(b"hello")
     time.sleep(0.3)  # readline sees a Ctrl-C only when it waits for a key, as it does before any that a person presses
     os.write(terminal, b"\x03")
     until(b"Ctrl-C again or Ctrl-D leaves")
-    until(b"> ")
+    prompt()
     os.write(terminal, b"/undo\n")
     until(b"forgotten, with its answer: hello")
-    until(b"> ")
+    prompt()
     os.write(terminal, b"\x04")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     os.close(terminal)

@@ -54,7 +54,7 @@ def test_model_files_are_the_presets(preset: str) -> None:
     loaded = config.load("pretrain", pretrain.Config, [f"model={preset}"])
     shape = GPTConfig.from_dict(loaded.model | {"vocab_size": 300}).to_dict()
     assert {key: shape[key] for key in PRESETS[preset]} == PRESETS[preset]
-    assert shape["n_kv_head"] == (4 if preset == "gpt2" else 2)
+    assert shape["n_kv_head"] == (3 if preset == "gpt2" else 1)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from helpers import SHAPES, VOCAB, max_diff, random_ids, randomise, tiny
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from base_model import GPT, PRESETS, GPTConfig
@@ -186,6 +186,29 @@ def test_the_files_of_a_folder(tmp_path: Path, tok: Tokenizer) -> None:
     assert loaded.tokenizer.to_json() == tok.to_json()
 
 
+def test_a_folder_in_half_precision_is_read_as_float32(tmp_path: Path, tok: Tokenizer) -> None:
+    model = tiny(vocab_size=400)
+    folder = saved(tmp_path, model, tok)
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: tensor.bfloat16() for name, tensor in weights.items()}, folder / "model.safetensors")
+    _, ours, _ = hf.load_folder(folder)
+    assert {tensor.dtype for tensor in ours.values()} == {torch.float32}
+    assert torch.equal(GPT.from_checkpoint(folder).embed.weight, model.embed.weight.bfloat16().float())
+
+
+def test_gpt2_files_of_old_have_no_prefix_and_carry_their_masks(tmp_path: Path, tok: Tokenizer) -> None:
+    model = randomise(GPT(GPTConfig(**SIZES | PRESETS["gpt2"] | {"n_kv_head": 4})))
+    folder = saved(tmp_path, model, tok)
+    weights = {name.removeprefix("transformer."): t for name, t in load_file(folder / "model.safetensors").items()}
+    for layer in range(2):
+        weights[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 48, 48).tril()
+        weights[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(weights, folder / "model.safetensors")
+    ids = random_ids(1, 9)
+    with torch.no_grad():
+        assert torch.equal(GPT.from_checkpoint(folder)(ids), model(ids))
+
+
 # Foreign configs: what we do not have is refused, never read as something else.
 QWEN: dict[str, Any] = hf.config_to_hf(tiny().config.to_dict())
 LLAMA: dict[str, Any] = hf.config_to_hf(tiny(**PRESETS["llama"]).config.to_dict())
@@ -234,6 +257,9 @@ def test_features_that_are_off_are_fine() -> None:
     other = hf.config_from_hf(without | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, WHERE)
     assert other["rope_theta"] == 5e5
     # what transformers takes for granted where a file is silent
+    for key in ("num_key_value_heads", "head_dim", "attention_dropout"):
+        old = {name: value for name, value in LLAMA.items() if name != key}
+        assert hf.config_from_hf(old, WHERE) == plain | {"head_dim": 0 if key == "head_dim" else 16}
     silent = {key: value for key, value in QWEN.items() if key not in ("head_dim", "tie_word_embeddings")}
     assert hf.config_from_hf(silent, WHERE)["head_dim"] == 128
     assert hf.config_from_hf(silent, WHERE)["tie_embeddings"] is False

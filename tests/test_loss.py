@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pocketgpt import loss
 from pocketgpt.evaluation import answer_log_probs
-from pocketgpt.loss import IGNORE, dpo_loss, linear_cross_entropy, token_log_probs
+from pocketgpt.loss import IGNORE, dpo_loss, linear_cross_entropy, linear_log_probs
 
 LN2 = math.log(2)
 
@@ -43,7 +43,7 @@ def test_value_and_gradients_are_those_of_cross_entropy(
     hidden, weight, targets = case(rows, length, seed % 1000, supervised)
     expected = textbook(hidden, weight, targets)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss, "CHUNK", chunk)  # most often several chunks, the last one not full
+        patch.setitem(loss.CHUNK, "cpu", chunk)  # most often several chunks, the last one not full
         total = linear_cross_entropy(hidden, weight, targets, torch.float32)
     assert total.dtype == torch.float32
     assert total.shape == ()
@@ -143,22 +143,31 @@ def test_products_in_bfloat16_lose_precision_and_nothing_else() -> None:
     for got, wanted in zip(gradients(total, hidden, weight), gradients(expected, hidden, weight), strict=True):
         assert got.dtype == torch.float32
         assert (got - wanted).norm() < 0.02 * wanted.norm()
+    # the logits have been rounded, but their softmax has not
+    rounded = (hidden.bfloat16() @ weight.bfloat16().T).float().flatten(0, 1)
+    exact = F.cross_entropy(rounded, targets.flatten(), reduction="sum").item()
+    assert abs(total.item() / exact - 1) < 1e-5
     low = hidden.detach().bfloat16().requires_grad_()  # what autocast hands over
     (gradient,) = gradients(linear_cross_entropy(low, weight, targets, torch.bfloat16), low)
     assert gradient.dtype == torch.bfloat16
 
 
-def test_log_probs_per_token() -> None:
-    logits = torch.randn(2, 6, VOCAB, generator=torch.Generator().manual_seed(0))
-    targets = random_ids(2, 6)
-    targets[0, 2:4] = IGNORE
-    got = token_log_probs(logits, targets)
-    for row in range(2):
-        for at in range(6):
-            target = int(targets[row, at])
-            wanted = 0.0 if target == IGNORE else logits[row, at].log_softmax(-1)[target].item()
-            assert abs(got[row, at].item() - wanted) < 1e-5
-    assert token_log_probs(logits.bfloat16(), targets).dtype == torch.float32
+@given(st.integers(1, 100), st.sampled_from([7, 64, 256]), st.integers(0, 1000))
+@settings(max_examples=30, deadline=None)
+def test_log_probs_per_token_and_their_gradients(n: int, chunk: int, seed: int) -> None:
+    hidden, weight, targets = case(1, n, seed, supervised=1.0)
+    expected = F.linear(hidden[0], weight).log_softmax(-1).gather(-1, targets[0][:, None])[:, 0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(loss.CHUNK, "cpu", chunk)
+        got = linear_log_probs(hidden[0], weight, targets[0], torch.float32)
+        assert max_diff(got, expected) < 1e-4
+        above = torch.linspace(-1, 2, n)  # a different factor for every token
+        for ours, theirs in zip(
+            gradients((got * above).sum(), hidden, weight),
+            gradients((expected * above).sum(), hidden, weight),
+            strict=True,
+        ):
+            assert max_diff(ours, theirs) < 1e-4 * max(1.0, theirs.abs().max().item())
 
 
 @pytest.mark.parametrize("shape", ["rope", "learned"])
@@ -166,11 +175,13 @@ def test_log_probs_per_token() -> None:
 def test_the_log_prob_of_an_answer_is_a_sum_that_padding_does_not_change(shape: str) -> None:
     model = tiny(position=shape)
     ids = random_ids(2, 10)
+    ids[:, 8] = 0  # an id like any other
     targets = ids.roll(-1, dims=1)
     targets[:, -1] = IGNORE
     targets[0, :4] = IGNORE  # a prompt of five tokens, an answer of five
     targets[1, :7] = IGNORE  # the other's answer: two
-    expected = token_log_probs(model(ids), targets).sum(1)
+    logs = model(ids).log_softmax(-1).gather(-1, targets.clamp_min(0)[..., None])[..., 0]
+    expected = (logs * (targets != IGNORE)).sum(1)
     got = answer_log_probs(model, ids, targets, torch.float32)
     assert got.dtype == torch.float32
     assert max_diff(got, expected) < 1e-5

@@ -124,6 +124,23 @@ def test_muon_is_for_the_matrices_of_blocks_and_makes_their_update_nearly_orthog
             assert torch.equal(parameter, twin), name
 
 
+def test_muon_is_that_of_torch() -> None:
+    ours, theirs = tiny(), tiny()
+    optimizer = Optimizer(ours, config(**MUON), lr=0.01)
+    matrices = [p for name, p in theirs.named_parameters() if name.startswith("blocks.") and p.dim() == 2]
+    plain = torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.1, adjust_lr_fn="original")
+    for step, scale in enumerate((0.5, 1.0, 0.25)):
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            a.grad = torch.randn(a.shape, generator=torch.Generator().manual_seed(step))
+            b.grad = a.grad.clone()
+        optimizer.step(scale)
+        plain.param_groups[0]["lr"] = 0.02 * scale
+        plain.step()
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        if name.startswith("blocks.") and a.dim() == 2:
+            assert max_diff(a, b) < 1e-6, name
+
+
 def test_a_scale_of_zero_changes_nothing() -> None:
     for chosen in (config(), config(**MUON)):
         model = tiny()

@@ -280,7 +280,9 @@ def test_pairs_come_from_answers_that_differ_in_their_check(tok: Tokenizer, monk
         return [text for four in said for text in four]
 
     monkeypatch.setattr(evaluation, "answer_many", answers)
-    settings = dpo.DPOConfig(beta=0.1, label_smoothing=0.0, chosen_nll=0.0, samples=4, temperature=1.0, control_lr=0.1)
+    settings = dpo.DPOConfig(
+        beta=0.1, label_smoothing=0.0, chosen_nll=0.0, families=["add"], samples=4, temperature=1.0, control_lr=0.1
+    )
     model: Any = None
     pairs, counts = dpo.sample_pairs(model, tok, items, settings, 0, "sampling")
     assert [(p.chosen, p.rejected) for p in pairs] == [(items[0].answer, "no"), (items[2].answer, "no")]

@@ -13,7 +13,7 @@ no conversation to train on and in no text to pretrain on.
 from pocketgpt.tasks.chats import conversations, drill_text
 from pocketgpt.tasks.corpus import Speech
 from pocketgpt.tasks.family import Family, Item, Messages, Slots
-from pocketgpt.tasks.registry import FAMILIES, check, is_heldout, make_items
+from pocketgpt.tasks.registry import FAMILIES, check, in_style, is_heldout, make_items
 
 __all__ = [
     "FAMILIES",
@@ -25,6 +25,7 @@ __all__ = [
     "check",
     "conversations",
     "drill_text",
+    "in_style",
     "is_heldout",
     "make_items",
 ]

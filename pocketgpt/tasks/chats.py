@@ -20,15 +20,15 @@ SINGLE = {
     "add": 16,
     "subtract": 16,
     "compare": 8,
-    "sequence": 8,
+    "sequence": 14,
     "reverse": 14,
     "count": 14,
-    "story": 8,
-    "reading": 8,
+    "story": 4,
+    "reading": 12,
     "line": 10,
     "question": 6,
     "dialogue": 6,
-    "system": 12,
+    "system": 10,
 }
 # This share of the conversations without a rule opens with a system prompt that asks for nothing.
 PLAIN_SYSTEM = 0.05

@@ -28,6 +28,12 @@ def check(item: Item, text: str) -> bool:
     return FAMILIES[item.family].check(item.slots, text)
 
 
+def in_style(item: Item, text: str) -> bool:
+    """Whether the answer keeps the style rule that DPO teaches: a story opens with "Once upon a time". Fine-tuning shows
+    that opening and three others equally often; the other families have no rule."""
+    return item.family != "story" or text.startswith("Once upon a time")
+
+
 def make_items(
     n_per_family: int,
     *,
