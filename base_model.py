@@ -380,12 +380,15 @@ class GPT(nn.Module):
         """Number of parameters; a tied head counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def flops_per_token(self, length: int) -> float:
+    def flops_per_token(self, length: int, supervised: float = 1.0) -> float:
         """Floating-point operations to train on one token in a context of `length`, forward and backward.
 
         Six per matrix weight that a token meets (Kaplan et al. 2020), plus attention, which sees half of the context on
-        average: two products of 2 x length/2 x n_head x head_dim, three times over for forward and backward.
+        average: two products of 2 x length/2 x n_head x head_dim, three times over for forward and backward. The head
+        runs on the supervised share of the tokens only.
         """
         c = self.config
-        matrices = sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2) + c.vocab_size * c.n_embd
+        matrices = (
+            sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2) + supervised * c.vocab_size * c.n_embd
+        )
         return 6.0 * matrices + 6.0 * c.n_layer * c.n_head * c.width_of_head * length

@@ -250,11 +250,9 @@ def main() -> None:
         return total, {name: value.detach() for name, value in numbers.items()}
 
     def likelihood(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        inputs, targets, *_ = batch.inputs
-        half = len(inputs) // 2  # the chosen ones
-        chosen = evaluation.answer_log_probs(model, inputs[:half], targets[:half], dtype)
-        lengths = (targets[:half] != IGNORE).sum(1)
-        return -(chosen / lengths).sum(), {}
+        inputs, targets = batch.inputs
+        chosen = evaluation.answer_log_probs(model, inputs, targets, dtype)
+        return -(chosen / (targets != IGNORE).sum(1)).sum(), {}
 
     def evaluate() -> dict[str, float]:
         chosen, rejected = held.log_probs(model, dtype)
@@ -291,10 +289,17 @@ def main() -> None:
     def batches(step: int) -> list[Batch]:
         return pairs.batch(step, cfg.train.batch_size, cfg.train.micro_batch_size)
 
-    def finish(name: str, stage_log: RunLog, loss: Loss, lr: float) -> Path:
+    def chosen_only(step: int) -> list[Batch]:
+        halves = ((b, len(b.inputs[0]) // 2) for b in batches(step))
+        return [Batch((b.inputs[0][:n], b.inputs[1][:n]), b.weight, b.tokens // 2) for b, n in halves]
+
+    sides = pairs.chosen + pairs.rejected
+    share = sum(int((side.targets != IGNORE).sum()) for side in sides) / sum(map(len, sides))
+    flops = model.flops_per_token(sum(map(len, sides)) // len(sides), share)
+
+    def finish(name: str, stage_log: RunLog, batches: Callable[[int], list[Batch]], loss: Loss, lr: float) -> Path:
         """Train from the SFT weights with this loss, keep the best by held-out wins, and save."""
         monitor = "liked" if dev else "accuracy"
-        flops = model.flops_per_token(128)
         stage = Stage(name, batches, loss, evaluate, sample, flops, unit="/pair", monitor=monitor)
         resume = cfg.train.resume and (out / f"resume_{name}.pt").exists()
         settings = TrainConfig(**{**vars(cfg.train), "lr": lr, "resume": resume})
@@ -320,12 +325,11 @@ def main() -> None:
             (out / f"resume_{name}.pt").unlink(missing_ok=True)
     config.save(cfg, out / "config_dpo.yaml")
     log.say("control: plain fine-tuning on the chosen answers")
-    finish(
-        "control", RunLog(out, "control", config.plain(cfg), "none", cfg.train.resume), likelihood, cfg.dpo.control_lr
-    )
+    control_log = RunLog(out, "control", config.plain(cfg), "none", cfg.train.resume)
+    finish("control", control_log, chosen_only, likelihood, cfg.dpo.control_lr)
     model.load_state_dict(loaded.state_dict)
     log.say("DPO")
-    path = finish("dpo", log, preference, cfg.train.lr)
+    path = finish("dpo", log, batches, preference, cfg.train.lr)
     log.say(
         f"checkpoint {path}, folder {out / 'dpo'}, metrics {log.path}, plot {log.plot_path}, pairs {out / 'pairs_train.jsonl'}"
     )

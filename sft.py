@@ -152,7 +152,7 @@ def main() -> None:
         (answer,) = evaluation.answer_many(cached, tok, [question], evaluation.GREEDY, seed=0)
         return f"user: {question[-1]['content']}\nassistant: {answer}"
 
-    stage = Stage("sft", batches, loss, evaluate, sample, model.flops_per_token(length))
+    stage = Stage("sft", batches, loss, evaluate, sample, model.flops_per_token(length, supervised / read))
     config.save(cfg, out / "config_sft.yaml")
     result = train(model, stage, cfg.train, cfg.optim, out, log)
 
