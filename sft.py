@@ -130,10 +130,12 @@ def main() -> None:
         )
         return [Batch(part, int((part[1] != IGNORE).sum()), int((part[3] >= 0).sum())) for part in parts]
 
+    hidden_states = torch.compile(model.hidden_states, dynamic=False) if cfg.train.compile else model.hidden_states
+
     def loss(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, targets, positions, segments = batch.inputs
         with machine.autocast(device, dtype):
-            hidden = model.hidden_states(inputs, positions, attention_mask(segments))
+            hidden = hidden_states(inputs, positions, attention_mask(segments))
         return linear_cross_entropy(hidden, model.lm_head.weight, targets, dtype), {}
 
     def evaluate() -> dict[str, float]:

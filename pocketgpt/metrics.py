@@ -26,6 +26,7 @@ def bar(description: str, total: float | None = None) -> tuple[Progress, Any]:
         TimeRemainingColumn(),
         console=console,
         transient=True,
+        disable=not console.is_terminal,  # a log file gets the lines, and no empty ones where bars were
     )
     return progress, progress.add_task(description, total=total)
 

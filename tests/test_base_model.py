@@ -95,6 +95,8 @@ def test_parameters_are_counted_once() -> None:
 def test_flops_by_hand() -> None:
     matrices = 2 * (4 * 32 * 32 + 3 * 32 * 128) + 97 * 32
     assert tiny().flops_per_token(20) == 6 * matrices + 2 * 6 * 2 * 16 * 20  # layers x 6 x heads x head_dim x length
+    # a head that runs on a quarter of the tokens saves three quarters of its own products
+    assert tiny().flops_per_token(20) - tiny().flops_per_token(20, 0.25) == 0.75 * 6 * VOCAB * 32
 
 
 def test_the_head_is_tied_in_memory() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from data import instruct
 from pocketgpt.errors import UserError
-from pocketgpt.tasks import FAMILIES, Item, Speech, check, conversations, drill_text, is_heldout, make_items
+from pocketgpt.tasks import FAMILIES, Item, Speech, check, conversations, drill_text, in_style, is_heldout, make_items
 from pocketgpt.tasks.chats import SINGLE, _questions
 from pocketgpt.tasks.corpus import ANY, MIN_SPEECHES, OPENINGS, Corpus
 from pocketgpt.tasks.stories import CAST, mentioned, words_of
@@ -516,3 +516,15 @@ def test_files_to_reuse(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "manifest.json").read_text()) == manifest
     assert instruct.build(tmp_path, 300, 7, SPEECHES) == manifest
     assert sorted(path.name for path in tmp_path.iterdir()) == ["heldout.jsonl", "manifest.json", "train.jsonl"]
+
+
+def test_the_style_rule_is_about_how_stories_open() -> None:
+    story, other = (
+        make_items(1, heldout=False, seed=0, families=["story"])[0],
+        make_items(1, heldout=False, seed=0, families=["add"])[0],
+    )
+    assert in_style(story, "Once upon a time Puck lived in the mill.")
+    assert not in_style(story, "One morning Puck went to the mill. It was once upon a time.")
+    assert in_style(other, "anything")
+    opens = [in_style(item, item.answer) for item in make_items(200, heldout=False, seed=0, families=["story"])]
+    assert 0.15 < sum(opens) / len(opens) < 0.35  # fine-tuning shows it as one of four openings
