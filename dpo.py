@@ -91,7 +91,8 @@ def sample_pairs(
 ) -> tuple[list[Pair], dict[str, int]]:
     """Answer every item several times and pair answers that pass their check and keep the style rule with others.
 
-    Items whose answers all do, or none does, have nothing to prefer: they are dropped, and counted as tied.
+    Items whose answers all do, or none does, have nothing to prefer: they are dropped, and counted as tied. If that is
+    so for every item, as after a very short fine-tuning, the reference answers stand in as the chosen ones, and it says so.
     """
     repeated = [item for item in items for _ in range(dpo.samples)]
     scored = evaluation.score_with_bar(title, model, tok, repeated, Settings(temperature=dpo.temperature), seed)
@@ -103,6 +104,13 @@ def sample_pairs(
         if not good or not bad:
             counts["tied"] += 1
         pairs += [Pair(items[start // dpo.samples].messages, a, b) for a, b in zip(good, bad, strict=False)]
+    if not pairs:
+        console.print(f"{title}: no item has both kinds of answers; reference answers stand in as the chosen ones")
+        pairs = [
+            Pair(item.messages, item.answer, text)
+            for item, text, ok in zip(repeated, scored.answers, scored.liked, strict=True)
+            if not ok and text != item.answer
+        ][:: dpo.samples]
     return pairs, dict(counts)
 
 

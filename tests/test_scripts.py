@@ -290,6 +290,18 @@ def test_pairs_come_from_answers_that_differ_in_their_check(tok: Tokenizer, monk
     assert counts == {"sampled": 12, "tied": 1}
 
 
+def test_reference_answers_stand_in_when_nothing_passes(
+    tok: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    items = tasks.make_items(2, heldout=False, seed=0, families=["add"])
+    monkeypatch.setattr(evaluation, "answer_many", lambda model, tok, prompts, settings, seed: ["no"] * len(prompts))
+    settings = dpo.DPOConfig(0.1, 0.0, 0.0, ["add"], 3, 1.0, 0.1)
+    model: Any = None
+    pairs, counts = dpo.sample_pairs(model, tok, items, settings, 0, "sampling")
+    assert [(p.chosen, p.rejected) for p in pairs] == [(item.answer, "no") for item in items]
+    assert counts == {"sampled": 6, "tied": 2} and "reference answers stand in" in capsys.readouterr().out
+
+
 def test_heldout_items_for_choosing_and_for_reporting_are_disjoint() -> None:
     test, dev = evaluation.heldout_items(())
     fewer, same = evaluation.heldout_items((), 10)
