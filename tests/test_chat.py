@@ -482,6 +482,25 @@ def test_history_is_kept_and_its_failure_said_once(monkeypatch, tmp_path: Path, 
     assert path.read_text(encoding="utf-8") == "not JSON\n"
 
 
+def test_ctrl_c_at_the_prompt_leaves_when_pressed_twice(
+    tok: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ctrl_c = object()
+    keys = iter([ctrl_c, "/help", ctrl_c, ctrl_c, "not asked for"])
+
+    def typed(_prompt: str) -> str:
+        key = next(keys)
+        if key is ctrl_c:
+            raise KeyboardInterrupt
+        return str(key)
+
+    monkeypatch.setattr("builtins.input", typed)
+    chat.Chat(Session(MODEL, tok, GREEDY), interactive=True).talk()
+    assert next(keys) == "not asked for"
+    assert capsys.readouterr().err.count("Ctrl-C again or Ctrl-D leaves") == 2
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_in_a_terminal(folder: Path, tmp_path: Path) -> None:
     import pty
