@@ -10,6 +10,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from pocketgpt.errors import UserError
 from pocketgpt.files import atomic_path
 
 console = Console(highlight=False, soft_wrap=True)
@@ -35,11 +36,16 @@ class RunLog:
     """The log of one stage: `metrics_<stage>.jsonl` and `plot_<stage>.png` under `out`, lines and a bar on the terminal.
 
     log: `none`, or `wandb` to send the same numbers there as well.
+
+    Raises:
+        UserError: if log is something else, or wandb is not set up.
     """
 
     def __init__(
         self, out: Path, stage: str, run_config: dict[str, Any], log: str = "none", resume: bool = False
     ) -> None:
+        if log not in ("none", "wandb"):
+            raise UserError(f"log is {log!r}: choose none or wandb")
         out.mkdir(parents=True, exist_ok=True)
         self.stage = stage
         self.path = out / f"metrics_{stage}.jsonl"
@@ -51,7 +57,10 @@ class RunLog:
         if log == "wandb":
             import wandb  # only here: it starts slowly and nobody else needs it
 
-            self.wandb = wandb.init(project="pocketgpt", name=stage, config=run_config)
+            try:
+                self.wandb = wandb.init(project="pocketgpt", name=stage, config=run_config, dir=out)
+            except wandb.errors.Error as error:
+                raise UserError(f"log=wandb: {error}; or set WANDB_MODE=offline, or log=none") from None
 
     def start(self, steps: int, minutes: float, step: int, elapsed: float) -> None:
         """Open the metrics file (dropping what a resumed run will do again) and the progress bar."""
