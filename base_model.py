@@ -164,8 +164,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float 
     length, keys, groups = q.size(2), k.size(2), q.size(1) // k.size(1)
     assert mask is not None or length in (1, keys), "several queries after cached keys need a mask"
     if q.dtype == torch.bfloat16 and q.device.type == "cpu" and length > 1 and keys <= PLAIN_KEYS and not dropout:
-        # Two plain matrix products, with the queries that share a key head in one of them: on processors without AMX
-        # the fused kernel takes twice as long (docs/LOG.md). It saves the memory of the scores, which is small here.
+        # Two plain matrix products, with the queries that share a key head in one of them: the fused kernel took twice
+        # as long on the processor of docs/LOG.md. It saves the memory of the scores, which is small here.
         if mask is None:
             mask = torch.ones(length, keys, dtype=torch.bool).tril()
         bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -math.inf).expand(*q.shape[:2], -1, -1)

@@ -223,9 +223,12 @@ def main() -> None:
     dev: list[tasks.Item] = []  # held-out items of the paired families, each of them several times
     if cfg.data.kind == "onpolicy":
         speeches = shakespeare.speeches()
-        families = [name for name in cfg.dpo.families if speeches or name not in ("line", "question", "dialogue")]
-        prompts = tasks.make_items(cfg.data.generate, heldout=False, seed=1, speeches=speeches, families=families)
         _, every = evaluation.heldout_items(speeches)
+        without = tasks.FAMILIES.keys() - {item.family for item in every}  # those that would quote a corpus
+        families = [name for name in cfg.dpo.families if name not in without]
+        if without & set(cfg.dpo.families):
+            log.say(f"no speeches to quote: without the families {', '.join(sorted(without))}")
+        prompts = tasks.make_items(cfg.data.generate, heldout=False, seed=1, speeches=speeches, families=families)
         dev = [item for item in every if item.family in families for _ in range(4)]
         train_pairs, counts = sample_pairs(cached, tok, prompts, cfg.dpo, cfg.train.seed, "sampling answers")
         val_pairs, _ = sample_pairs(cached, tok, dev[::4], cfg.dpo, cfg.train.seed + 1, "sampling held-out answers")

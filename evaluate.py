@@ -69,7 +69,7 @@ def chat(model: CachedGPT, tok: Tokenizer, turns: list[str]) -> list[chat_templa
 def measure(
     path: Path, items: list[tasks.Item], pairs: list[Pair], cfg: Config, device: torch.device
 ) -> dict[str, Any]:
-    """All numbers of one checkpoint, as plain values; the two last entries are the scores behind them."""
+    """All numbers of one checkpoint, as plain values; the entry `score` holds the sampled answers behind them."""
     loaded = checkpoint.load(path)
     model = CachedGPT.from_loaded(loaded, device)
     tok, name = loaded.tokenizer, STAGES[loaded.stage]

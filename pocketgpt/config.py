@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pocketgpt.errors import UserError
+from pocketgpt.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
@@ -103,6 +104,4 @@ def plain(config: Any) -> dict[str, Any]:
 
 def save(config: Any, path: Path) -> None:
     """Write the resolved configuration as YAML."""
-    from pocketgpt.files import write_text
-
     write_text(path, OmegaConf.to_yaml(OmegaConf.structured(config)))

@@ -42,24 +42,22 @@ def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
 def orthogonalize(matrices: Tensor) -> Tensor:
     """Five Newton-Schulz steps that bring all singular values near 1 (Jordan et al. 2024): (N, rows, columns), any type.
 
-    The quintic's coefficients are theirs. In bfloat16: the result need not be exact.
+    Best with rows <= columns, for the smaller Gram matrix. The quintic's coefficients are theirs. In bfloat16: the result
+    need not be exact.
     """
     x = matrices.bfloat16()
-    tall = x.size(-2) > x.size(-1)
-    if tall:  # the smaller side makes the smaller Gram matrix
-        x = x.mT
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
     for _ in range(5):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-    return x.mT if tall else x
+    return x
 
 
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024): momentum, orthogonalised, for matrices.
 
     The same update as torch.optim.Muon, which works on one matrix after another; here all matrices of a shape, and those of
-    the transposed shape, go through the products together, which takes less than half the time (docs/LOG.md).
+    the transposed shape, go through the products together, which takes a sixth less time (docs/LOG.md).
     """
 
     def __init__(self, params: list[nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
@@ -86,6 +84,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def wide(matrix: Tensor) -> Tensor:
+    """The matrix with its longer side second."""
     return matrix if matrix.size(0) <= matrix.size(1) else matrix.mT
 
 
@@ -145,7 +144,7 @@ def lr_scale(progress: float, *, warmup: float, decay: float, shape: str = "line
     """Multiplier of the learning rate at `progress` in [0, 1): warm-up, stable phase, decay (WSD, Hu et al. 2024).
 
     warmup and decay are shares of the run; shape: `linear` or `cosine` decay, to 0 at the end. The first step is above 0
-    because `progress` is taken at its end.
+    because `progress` is taken in its middle.
     """
     if progress < warmup:
         return progress / warmup

@@ -15,7 +15,7 @@ from pocketgpt.errors import UserError
 from pocketgpt.loss import IGNORE
 from pocketgpt.tokenizer import Tokenizer
 
-OPEN_ROWS = 64  # rows that wait for something short at a time: enough to fill them to 99 % (docs/LOG.md)
+OPEN_ROWS = 64  # rows that wait for something short at a time: enough to fill them to 97 % (README.md)
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from pocketgpt.errors import UserError
 from pocketgpt.files import atomic_path, write_json
+from pocketgpt.loss import IGNORE
 from pocketgpt.tokenizer import Tokenizer
 
 FORMAT = 1
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 BATCH = 1 << 22  # characters that are encoded at a time: enough to keep all cores busy, little memory
-IGNORE = -1  # a target that is not scored
 
 Ids = NDArray[np.int64]
 
