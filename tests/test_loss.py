@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pocketgpt import loss
+from pocketgpt import loss, token_files
 from pocketgpt.evaluation import answer_log_probs
 from pocketgpt.loss import IGNORE, dpo_loss, linear_cross_entropy, linear_log_probs
 
@@ -249,3 +249,7 @@ def test_a_policy_equal_to_its_reference_starts_at_ln_2_and_moves() -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().max() > 1e-6, name
+
+
+def test_positions_without_a_target_are_marked_the_same_everywhere() -> None:
+    assert IGNORE == token_files.IGNORE == -1

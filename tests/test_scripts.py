@@ -302,6 +302,33 @@ def test_reference_answers_stand_in_when_nothing_passes(
     assert counts == {"sampled": 6, "tied": 2} and "reference answers stand in" in capsys.readouterr().out
 
 
+def test_stand_ins_leave_out_answers_that_are_right(tok: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, wrong = tasks.make_items(2, heldout=False, seed=0, families=["add"])
+    said = [right.answer] * 3 + ["no"] * 3
+    monkeypatch.setattr(evaluation, "answer_many", lambda model, tok, prompts, settings, seed: said)
+    model: Any = None
+    pairs, _ = dpo.sample_pairs(
+        model, tok, [right, wrong], dpo.DPOConfig(0.1, 0.0, 0.0, ["add"], 3, 1.0, 0.1), 0, "sampling"
+    )
+    assert [(p.prompt, p.chosen, p.rejected) for p in pairs] == [(wrong.messages, wrong.answer, "no")]
+
+
+def test_right_answers_in_style_are_preferred_to_right_ones_that_are_not(
+    tok: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (item,) = tasks.make_items(1, heldout=False, seed=0, families=["story"])
+    place = item.slots["place"]
+    ending = item.answer.split(". ")[-1]
+    rest = f"There was a crown in the dust. A small fox came by and laughed. {ending}"
+    plain = f"One day {item.slots['hero']} went to the {place}. {rest}"
+    styled = f"Once upon a time {item.slots['hero']} lived in the {place}. {rest}"
+    assert tasks.check(item, plain) and tasks.check(item, styled)
+    monkeypatch.setattr(evaluation, "answer_many", lambda model, tok, prompts, settings, seed: [plain, styled])
+    model: Any = None
+    pairs, _ = dpo.sample_pairs(model, tok, [item], dpo.DPOConfig(0.1, 0.0, 0.0, ["story"], 2, 1.0, 0.1), 0, "sampling")
+    assert [(p.chosen, p.rejected) for p in pairs] == [(styled, plain)]
+
+
 def test_heldout_items_for_choosing_and_for_reporting_are_disjoint() -> None:
     test, dev = evaluation.heldout_items(())
     fewer, same = evaluation.heldout_items((), 10)
