@@ -80,8 +80,9 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for key in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd"):
-            if getattr(self, key) < 1:
-                raise UserError(f"model.{key} is {getattr(self, key)}: it must be at least 1")
+            most = 1000 if key == "n_layer" else 1 << 20  # beyond all models there are: a damaged or hostile file
+            if not 1 <= getattr(self, key) <= most:
+                raise UserError(f"model.{key} is {getattr(self, key)}: it must be at least 1 and at most {most:,}")
         for key, allowed in SWITCHES.items():
             if getattr(self, key) not in allowed:
                 raise UserError(f"model.{key} is {getattr(self, key)!r}: choose one of {', '.join(allowed)}")
@@ -369,9 +370,10 @@ class GPT(nn.Module):
     def from_loaded(cls, loaded: checkpoint.Checkpoint, device: str | torch.device = "cpu") -> Self:
         """The model of a checkpoint that has been read already."""
         config = GPTConfig.from_dict(loaded.config, where=str(loaded.path))
-        model = cls(config)
-        expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        with torch.device("meta"):  # no memory before the sizes are known to be true
+            expected = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
         checkpoint.verify_weights(loaded, expected, config.vocab_size)
+        model = cls(config)
         model.load_state_dict(loaded.state_dict)
         model.n_tokens = loaded.tokenizer.vocab_size
         return model.to(device).eval()

@@ -312,10 +312,13 @@ def main() -> None:
     share = sum(int((side.targets != IGNORE).sum()) for side in sides) / sum(map(len, sides))
     flops = model.flops_per_token(sum(map(len, sides)) // len(sides), share)
 
+    digests = {"start": loaded.digest, "pairs": sources.digest([vars(pair) for pair in train_pairs])}
+    made_from = config.plain(cfg) | digests | {"files": sources.fingerprints(cfg.data)}
+
     def finish(name: str, stage_log: RunLog, batches: Callable[[int], list[Batch]], loss: Loss, lr: float) -> Path:
         """Train from the SFT weights with this loss, keep the best by held-out wins, and save."""
         monitor = "liked" if dev else "accuracy"
-        stage = Stage(name, batches, loss, evaluate, sample, flops, unit="/pair", monitor=monitor)
+        stage = Stage(name, batches, loss, evaluate, sample, flops, unit="/pair", monitor=monitor, made_from=made_from)
         resume = cfg.train.resume and (out / f"resume_{name}.pt").exists()
         settings = TrainConfig(**{**vars(cfg.train), "lr": lr, "resume": resume})
         result = train(model, stage, settings, cfg.optim, out, stage_log)
@@ -331,13 +334,14 @@ def main() -> None:
                 result.step,
                 dict(result.metrics),
                 config.plain(cfg),
-                loaded.fingerprints | {"pairs": sources.digest([vars(pair) for pair in train_pairs])},
+                loaded.fingerprints | {"pairs": digests["pairs"]},
             ),
         )
 
     if not cfg.train.resume:  # two runs follow, and the first must not leave the second with an old one's state
         for name in ("control", "dpo"):
-            (out / f"resume_{name}.pt").unlink(missing_ok=True)
+            for path in out.glob(f"resume_{name}*.pt"):
+                path.unlink()
     config.save(cfg, out / "config_dpo.yaml")
     log.say("control: plain fine-tuning on the chosen answers")
     control_log = RunLog(out, "control", config.plain(cfg), "none", cfg.train.resume)

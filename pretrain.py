@@ -136,6 +136,7 @@ def main() -> None:
         evaluate=lambda: {"bits_per_byte": bits_per_byte(model, corpus.tokenizer, corpus.val, dtype)},
         sample=sample,
         flops_per_token=model.flops_per_token(shape.block_size),
+        made_from=config.plain(cfg) | {"text": corpus.fingerprint, "files": sources.fingerprints(cfg.data)},
     )
     config.save(cfg, out / "config_base.yaml")
     result = train(model, stage, cfg.train, cfg.optim, out, log)

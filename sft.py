@@ -155,6 +155,8 @@ def main() -> None:
         return f"user: {question[-1]['content']}\nassistant: {answer}"
 
     stage = Stage("sft", batches, loss, evaluate, sample, model.flops_per_token(length, supervised / read))
+    digests = {"start": loaded.digest, "conversations": sources.digest(train_chats)}
+    stage.made_from = config.plain(cfg) | digests | {"files": sources.fingerprints(cfg.data)}
     config.save(cfg, out / "config_sft.yaml")
     result = train(model, stage, cfg.train, cfg.optim, out, log)
 
@@ -168,7 +170,7 @@ def main() -> None:
             result.step,
             result.metrics | {"tokens_per_s": result.tokens_per_s},
             config.plain(cfg),
-            loaded.fingerprints | {"sft": sources.digest(train_chats)},
+            loaded.fingerprints | {"sft": digests["conversations"]},
         ),
     )
     plot = log.plot([("loss", "loss (nats/supervised token)")] + ([("accuracy", "held-out accuracy")] if items else []))

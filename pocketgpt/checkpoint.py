@@ -2,19 +2,26 @@
 
 A stage writes `ckpt_<stage>.pt` (one dict of plain types and tensors that loads with `weights_only=True`), the folder
 `<stage>/` in Hugging Face form, and points `latest` at that folder. Either form loads through `load`.
+
+Two things are checked beside what the entries say: the CRC-32 of every record of a .pt, which torch writes and does not
+read, and in both forms a digest over configuration, tokenizer and weights. A foreign folder has no digest.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import pickle
 import re
 import warnings
-from dataclasses import dataclass, field
+import zipfile
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from pocketgpt import chat_template, hf
@@ -51,6 +58,23 @@ class Checkpoint:
     run_config: dict[str, Any] = field(default_factory=dict)  # the resolved configuration of the run
     fingerprints: dict[str, str] = field(default_factory=dict)  # sha256 of the data it was trained on
     path: Path = Path()  # where it was read from
+    recorded: str = ""  # the digest that the file brought along; a foreign folder has none
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of all that decides what the model says: configuration, tokenizer, and weights by name."""
+        config = hf.config_from_hf(hf.config_to_hf(self.config), self.path)  # as it comes back from a folder
+        config.pop("dropout", None)  # of training only
+        total = hashlib.sha256(json.dumps([config, self.tokenizer.fingerprint], sort_keys=True).encode())
+        for name, tensor in sorted(self.state_dict.items()):
+            total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            total.update(raw_bytes(tensor))
+        return total.hexdigest()
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """What a tensor of any type and shape holds, for digests."""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def unwrapped(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -61,6 +85,7 @@ def unwrapped(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
 def save(out: Path, ckpt: Checkpoint) -> Path:
     """Write `ckpt_<stage>.pt` and the folder `<stage>/` under `out`, and point `latest` at it. Returns the .pt path."""
     weights = {name: tensor.detach().cpu() for name, tensor in unwrapped(ckpt.state_dict).items()}
+    digest = replace(ckpt, state_dict=weights).digest
     path = out / f"ckpt_{ckpt.stage}.pt"
     contents = {
         "format": FORMAT,
@@ -73,22 +98,52 @@ def save(out: Path, ckpt: Checkpoint) -> Path:
         "metrics": ckpt.metrics,
         "run_config": ckpt.run_config,
         "fingerprints": ckpt.fingerprints,
+        "digest": digest,
     }
-    with atomic_path(path) as temporary:
-        try:
-            torch.save(contents, temporary)
-        except RuntimeError as error:  # torch's writer has no OSError
-            raise UserError(f"cannot write {path}: {first_line(error)}; is the disk full?") from error
+    write(path, contents)
     folder = out / ckpt.stage
-    hf.save_folder(folder, ckpt.config, weights, stage=ckpt.stage, step=ckpt.step, stop_id=ckpt.tokenizer.im_end_id)
+    stop_id = ckpt.tokenizer.im_end_id
+    hf.save_folder(folder, ckpt.config, weights, stage=ckpt.stage, step=ckpt.step, stop_id=stop_id, digest=digest)
     ckpt.tokenizer.save(folder, ckpt.config["block_size"])
     point(out / "latest", folder)
     return path
 
 
+def write(path: Path, contents: dict[str, Any], previous: Path | None = None) -> None:
+    """Write plain types and tensors as a .pt, atomically; `previous` is the name under which an older file is kept."""
+    with atomic_path(path, previous) as temporary:
+        try:
+            torch.save(contents, temporary)
+        except RuntimeError as error:  # torch's writer has no OSError
+            raise UserError(f"cannot write {path}: {first_line(error)}; is the disk full?") from error
+
+
+def read(path: Path) -> Any:
+    """What `write` wrote. Nothing that a file brings along is run: `weights_only` refuses it.
+
+    Raises:
+        UserError: naming the file, if it is damaged or holds anything but plain types and tensors.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:
+            if sum(record.file_size for record in file.infolist()) > path.stat().st_size:
+                raise zipfile.BadZipFile("it claims to hold more than its size")
+            if (record := file.testzip()) is not None:
+                raise zipfile.BadZipFile(f"wrong checksum of {record}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's remarks on pickles that are not its own
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise UserError(f"{path}: refused, it is not a checkpoint of tensors and plain values; name another") from None
+    except Exception as error:  # the readers of a damaged file stumble over it in any way
+        raise UserError(
+            f"{path}: not a readable checkpoint ({first_line(error)}); write it again or name another"
+        ) from None
+
+
 def point(link: Path, target: Path) -> None:
     """Make `link` a symbolic link to its sibling `target`, replacing what it pointed to before in one step."""
-    temporary = link.with_name(f".{link.name}.{os.getpid()}")
+    temporary = link.with_name(f".{link.name}.tmp")
     try:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(target.name, target_is_directory=True)
@@ -111,16 +166,7 @@ def load(path: str | Path) -> Checkpoint:
 
 
 def load_file(path: Path) -> Checkpoint:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's remarks on pickles that are not its own
-            raw = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:  # from weights_only, which runs no code that a file brings along
-        raise UserError(f"{path}: refused, it is not a checkpoint of tensors and plain values; name another") from None
-    except Exception as error:  # the reader of a damaged file stumbles over it in any way
-        raise UserError(
-            f"{path}: not a readable checkpoint ({first_line(error)}); write it again or name another"
-        ) from None
+    raw = read(path)
     found = raw.get("format") if isinstance(raw, dict) else None
     if not isinstance(found, int) or found != FORMAT:
         raise UserError(f"{path}: not a pocketgpt checkpoint of format {FORMAT} (found {str(found)[:20]!r})")
@@ -143,13 +189,30 @@ def load_file(path: Path) -> Checkpoint:
         raw["run_config"],
         raw["fingerprints"],
         path,
+        str(raw.get("digest", "")),  # older files have none
     )
 
 
 def load_folder(path: Path) -> Checkpoint:
+    stay_inside(path)
     config, weights, about = hf.load_folder(path)
     stage, step = str(about.get("stage", path.name)), about.get("step", 0)
-    return Checkpoint(stage, config, weights, Tokenizer.load(path), step if isinstance(step, int) else 0, path=path)
+    recorded = ""
+    if (file := path / "model.safetensors").exists():
+        with safe_open(file, "pt") as tensors:
+            recorded = (tensors.metadata() or {}).get("digest", "")
+    step = step if isinstance(step, int) else 0
+    return Checkpoint(stage, config, weights, Tokenizer.load(path), step, path=path, recorded=recorded)
+
+
+def stay_inside(folder: Path) -> None:
+    """Raise UserError if a file of the folder is a link to somewhere else. The hub's cache keeps its files in ../../blobs."""
+    root = folder.resolve()
+    blobs = root.parent.parent / "blobs"
+    for entry in folder.iterdir():
+        target = entry.resolve()
+        if not (target.is_relative_to(root) or target.is_relative_to(blobs)):
+            raise UserError(f"{entry}: leads out of its folder, to {target}: refused; put the file itself there")
 
 
 def first_line(error: Exception) -> str:
@@ -181,4 +244,9 @@ def verify_weights(ckpt: Checkpoint, expected: dict[str, tuple[int, ...]], vocab
     if ckpt.tokenizer.vocab_size > vocab_size:
         raise UserError(
             f"{where}: the tokenizer has {ckpt.tokenizer.vocab_size} ids and the model {vocab_size}: they do not belong together"
+        )
+    if ckpt.recorded and ckpt.recorded != ckpt.digest:
+        raise UserError(
+            f"{where}: configuration, tokenizer and weights are not the ones that were saved together: "
+            "something in it was exchanged or edited"
         )

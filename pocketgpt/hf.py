@@ -254,13 +254,23 @@ def from_names(name: str, names: dict[str, str]) -> str:
 
 
 def save_folder(
-    folder: Path, config: dict[str, Any], weights: dict[str, Tensor], *, stage: str, step: int, stop_id: int
+    folder: Path,
+    config: dict[str, Any],
+    weights: dict[str, Tensor],
+    *,
+    stage: str,
+    step: int,
+    stop_id: int,
+    digest: str = "",
 ) -> None:
-    """Write config.json, generation_config.json and model.safetensors (the tokenizer writes its own files)."""
+    """Write config.json, generation_config.json and model.safetensors (the tokenizer writes its own files).
+
+    The digest lies in the metadata of the weights, which other programs do not copy when they write the model anew.
+    """
     path = folder / "model.safetensors"
     with atomic_path(path) as temporary:
         try:
-            save_file(weights_to_hf(config, weights), temporary, metadata={"format": "pt"})
+            save_file(weights_to_hf(config, weights), temporary, metadata={"format": "pt", "digest": digest})
         except SafetensorError as error:
             raise UserError(f"cannot write {path}: {error}") from error
     write_json(folder / "config.json", config_to_hf(config, stop_id) | {"pocketgpt": {"stage": stage, "step": step}})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from pocketgpt.errors import UserError
-from pocketgpt.files import atomic_path
+from pocketgpt.files import atomic_path, reserve, write_text
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -35,18 +36,19 @@ def bar(description: str, total: float | None = None) -> tuple[Progress, Any]:
 class RunLog:
     """The log of one stage: `metrics_<stage>.jsonl` and `plot_<stage>.png` under `out`, lines and a bar on the terminal.
 
-    log: `none`, or `wandb` to send the same numbers there as well.
+    `out` is reserved for this process. log: `none`, or `wandb` to send the same numbers there as well; a resumed run
+    keeps its place there, whose name lies in `wandb_<stage>.txt`.
 
     Raises:
-        UserError: if log is something else, or wandb is not set up.
+        UserError: if log is something else, wandb is not set up, or another process writes to `out`.
     """
 
     def __init__(
-        self, out: Path, stage: str, run_config: dict[str, Any], log: str = "none", resume: bool = False
+        self, out: Path, stage: str, run_config: dict[str, Any], log: str = "none", resume: bool | str = False
     ) -> None:
         if log not in ("none", "wandb"):
             raise UserError(f"log is {log!r}: choose none or wandb")
-        out.mkdir(parents=True, exist_ok=True)
+        reserve(out)
         self.stage = stage
         self.path = out / f"metrics_{stage}.jsonl"
         self.plot_path = out / f"plot_{stage}.png"
@@ -57,14 +59,19 @@ class RunLog:
         if log == "wandb":
             import wandb  # only here: it starts slowly and nobody else needs it
 
+            note = out / f"wandb_{stage}.txt"
+            run_id = note.read_text("utf-8").strip() if resume and note.exists() else secrets.token_hex(4)
+            write_text(note, run_id + "\n")
             try:
-                self.wandb = wandb.init(project="pocketgpt", name=stage, config=run_config, dir=out)
+                self.wandb = wandb.init(
+                    project="pocketgpt", name=stage, id=run_id, resume="allow", config=run_config, dir=out
+                )
             except wandb.errors.Error as error:
                 raise UserError(f"log=wandb: {error}; or set WANDB_MODE=offline, or log=none") from None
 
     def start(self, steps: int, minutes: float, step: int, elapsed: float) -> None:
         """Open the metrics file (dropping what a resumed run will do again) and the progress bar."""
-        kept = [row for row in read_jsonl(self.path) if row["step"] <= step] if self.keep else []
+        kept = [row for row in read_jsonl(self.path) if row.get("step", math.inf) <= step] if self.keep else []
         with atomic_path(self.path) as temporary:
             temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
         self.file = self.path.open("a", encoding="utf-8")
@@ -92,8 +99,11 @@ class RunLog:
 
     def write(self, row: dict[str, Any]) -> None:
         assert self.file is not None
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(row) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror}") from error
         if self.wandb is not None:
             self.wandb.log({key: value for key, value in row.items() if key != "kind"}, step=row["step"])
 
@@ -147,6 +157,11 @@ class RunLog:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    """The rows of a metrics file, up to a line that a killed run left half written. Nothing if there is no file."""
+    rows: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        try:
+            rows.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
+            break
+    return rows

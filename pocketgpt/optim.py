@@ -136,8 +136,22 @@ class Optimizer:
         return [part.state_dict() for part in self.parts]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Take over the moments. The settings stay those of this run.
+
+        Raises ValueError, or whatever else torch does, if they are of other parameters.
+        """
         for part, state in zip(self.parts, states, strict=True):
+            settings = [  # lr is set anew by every step
+                {key: value for key, value in group.items() if key not in ("params", "lr")}
+                for group in part.param_groups
+            ]
             part.load_state_dict(state)
+            for group, mine in zip(part.param_groups, settings, strict=True):
+                group.update(mine)
+            for parameter, moments in part.state.items():
+                for name, moment in moments.items():  # torch does not look at their shapes; Muon's may be transposed
+                    if moment.dim() and sorted(moment.shape[-parameter.dim() :]) != sorted(parameter.shape):
+                        raise ValueError(f"{name} of shape {tuple(moment.shape)} for {tuple(parameter.shape)}")
 
 
 def lr_scale(progress: float, *, warmup: float, decay: float, shape: str = "linear") -> float:

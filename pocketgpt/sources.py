@@ -83,6 +83,15 @@ def fingerprint(path: Path) -> str:
         return files.fingerprint(_data_files(path, TEXT + ROWS + ARRAY))
 
 
+def fingerprints(data: DataConfig) -> dict[str, str]:
+    """Hex digest of each file of data=mine by its name below `data.path`; other kinds have none that could change."""
+    if data.kind != "mine":
+        return {}
+    root = Path(data.path)
+    with _reading(root):
+        return {str(file.relative_to(root)): files.sha256_file(file) for file in _data_files(root, TEXT + ROWS + ARRAY)}
+
+
 def text_of(row: Row, field: str, where: str) -> str:
     """The text in column `field` of a row. UserError if the column is missing or holds something else."""
     if field not in row:

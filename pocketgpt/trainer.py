@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -13,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pocketgpt import checkpoint, optim
 from pocketgpt import device as machine
-from pocketgpt import optim
-from pocketgpt.errors import UserError
-from pocketgpt.files import atomic_path
+from pocketgpt.errors import UserError, is_out_of_memory
 from pocketgpt.metrics import RunLog
 
-PATIENCE_WITH_NAN = 10  # steps in a row with a non-finite gradient before the run gives up
+PATIENCE_WITH_NAN = 10  # steps in a row with a non-finite loss or gradient before the run gives up
+# Keys that a resumed run may change: where things lie (the data itself is compared by its digest), and who is told.
+FREE = ("out", "cache", "checkpoint", "log", "data.path", "train.resume")
 
 
 @dataclass
@@ -40,7 +43,7 @@ class TrainConfig:
     seed: int
     dtype: str
     compile: bool
-    resume: bool
+    resume: bool | str
 
     def check(self) -> None:
         """Raises UserError on values that make no run."""
@@ -57,6 +60,8 @@ class TrainConfig:
             )
         if self.decay_shape not in ("linear", "cosine"):
             raise UserError(f"train.decay_shape is {self.decay_shape!r}: choose linear or cosine")
+        if self.resume not in (False, True, "force"):
+            raise UserError(f"train.resume is {self.resume!r}: choose false, true or force")
 
 
 @dataclass
@@ -70,6 +75,13 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         return Batch(tuple(t.to(device, non_blocking=True) for t in self.inputs), self.weight, self.tokens)
 
+    def digest(self) -> str:
+        """A few hex digits to recognise its contents by."""
+        total = hashlib.sha256()
+        for tensor in self.inputs:
+            total.update(checkpoint.raw_bytes(tensor))
+        return total.hexdigest()[:12]
+
 
 @dataclass
 class Stage:
@@ -79,6 +91,8 @@ class Stage:
     loss: sum over a micro-batch's supervised tokens (or pairs), and numbers to log, summed likewise.
     evaluate: metrics on held-out data; sample: a text to look at.
     monitor: the metric, higher is better, whose best weights are kept; None keeps the last.
+    made_from: all that the result follows from, in plain values: the resolved configuration and digests of the data. A
+    run is resumed only where it is the same, see `FREE`.
     """
 
     name: str
@@ -89,6 +103,7 @@ class Stage:
     flops_per_token: float
     unit: str = "nats/token"  # of the loss
     monitor: str | None = None
+    made_from: dict[str, Any] = field(default_factory=dict)
 
 
 class Interrupt:
@@ -101,6 +116,7 @@ class Interrupt:
     def note(self, number: int, frame: object) -> None:
         self.signal = number
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.write(2, b"\nfinishing the step, then saving; Ctrl-C stops at once\n")  # print may be what was interrupted
 
     def restore(self) -> None:
         for number, handler in self.before.items():
@@ -116,10 +132,13 @@ class Result:
 
 @dataclass
 class State:
-    """Where a run stands. Randomness is no part of it: that of a step follows from the seed and the step's number."""
+    """Where a run stands. Randomness and the place in the data are no part of it: those of a step follow from the seed and
+    the step's number."""
 
     step: int = 0
     elapsed: float = 0.0  # seconds of training behind us
+    skipped: int = 0  # steps whose loss or gradient was not finite, which changed nothing
+    bad: int = 0  # how many of them came last, in a row
     best: float = -float("inf")
     best_weights: dict[str, Tensor] | None = None
     best_metrics: dict[str, float] | None = None
@@ -132,11 +151,12 @@ def train(
     """Run the stage to its end: `config.steps` optimizer steps or `config.minutes`, whichever comes first.
 
     The learning rate follows the progress of whichever limit is nearer, so a run ended by the clock has finished its decay.
-    Ctrl-C or SIGTERM finish the step, save `resume_<stage>.pt` and stop; `train.resume=true` continues from it. A second
-    Ctrl-C stops at once.
+    Ctrl-C or SIGTERM finish the step, save `resume_<stage>.pt` and stop; `train.resume=true` continues from it, as if
+    nothing had been. A second Ctrl-C stops at once.
 
     Raises:
-        UserError: if the gradient stays non-finite, or there is nothing to resume from.
+        UserError: if loss or gradient stay non-finite, if memory does not suffice, or if there is nothing to resume from,
+            or something else than `stage.made_from`.
     """
     config.check()
     device = next(model.parameters()).device
@@ -144,7 +164,14 @@ def train(
     state = State()
     resume_path = out / f"resume_{stage.name}.pt"
     if config.resume:
-        state = load_resume(resume_path, model, optimizer)
+        made_from, state = load_resume(resume_path, model, optimizer, log)
+        if changed := differences(made_from, stage.made_from):
+            if config.resume != "force":
+                raise UserError(
+                    f"{resume_path}: another run than this one: {'; '.join(changed)}. Set them back, or "
+                    "train.resume=force goes on with what is set now"
+                )
+            log.say(f"resuming although this has changed: {'; '.join(changed)}")
         log.say(f"resumed at step {state.step} from {resume_path}")
     log.start(config.steps, config.minutes, state.step, state.elapsed)
     if stage.monitor is not None and state.step == 0:
@@ -153,7 +180,6 @@ def train(
     tokens = timed = 0.0  # since the last log line
     all_tokens = all_timed = 0.0  # since the first step, which warms up and is not counted
     shown: dict[str, Any] = {}
-    bad = 0
     began = time.perf_counter() - state.elapsed
     step_seconds = 0.0
     model.train()
@@ -180,19 +206,15 @@ def train(
                 shape=config.decay_shape,
             )
             supervised = any(batch.weight for batch in batches)
-            if supervised and bool(torch.isfinite(norm)):
-                bad = 0
+            if supervised and bool(torch.isfinite(norm + sums["loss"])):
+                state.bad = 0
                 optimizer.step(scale)
             else:  # nothing supervised, or nothing finite, changes nothing
-                bad += supervised
                 optimizer.zero_grad()
-                log.say(
-                    f"step {state.step + 1}: {'non-finite gradient' if supervised else 'nothing supervised'}, skipped"
-                )
-                if bad >= PATIENCE_WITH_NAN:
-                    raise UserError(
-                        f"{stage.name}: the gradient was not finite {bad} steps in a row up to step {state.step + 1}: lower train.lr"
-                    )
+                if supervised:
+                    skip(stage, state, batches, log)
+                else:
+                    log.say(f"step {state.step + 1}: nothing supervised, skipped")
             machine.synchronize(device)
             step_seconds = time.perf_counter() - step_start
             state.step += 1
@@ -222,12 +244,19 @@ def train(
             if state.step % config.eval_every == 0 or last:
                 evaluate(model, stage, state, log)
                 if not last:
-                    save_resume(resume_path, model, optimizer, state)
-            if interrupt.signal and not last:
-                save_resume(resume_path, model, optimizer, state)
+                    save_resume(resume_path, model, optimizer, stage, state)
+            if interrupt.signal:
+                save_resume(resume_path, model, optimizer, stage, state)
                 log.stop()
                 log.say(f"stopped after step {state.step}, saved {resume_path}; go on with train.resume=true")
                 raise SystemExit(128 + interrupt.signal)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"{stage.name}: out of memory in step {state.step + 1}: lower train.micro_batch_size "
+            f"({config.micro_batch_size} now, the result is the same), or model.block_size for a new model"
+        ) from error
     finally:
         interrupt.restore()
         gc.unfreeze()
@@ -236,7 +265,7 @@ def train(
         model.load_state_dict(state.best_weights)
         state.last_metrics = state.best_metrics
     model.eval()
-    save_resume(resume_path, model, optimizer, state)
+    save_resume(resume_path, model, optimizer, stage, state)
     return Result(state.step, state.last_metrics, all_tokens / all_timed if all_timed else 0.0)
 
 
@@ -270,35 +299,77 @@ def evaluate(model: nn.Module, stage: Stage, state: State, log: RunLog) -> None:
         state.best_weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def save_resume(path: Path, model: nn.Module, optimizer: optim.Optimizer, state: State) -> None:
-    with atomic_path(path) as temporary:
-        torch.save(
-            {
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "step": state.step,
-                "elapsed": state.elapsed,
-                "best": state.best,
-                "best_weights": state.best_weights,
-                "best_metrics": state.best_metrics,
-                "last_metrics": state.last_metrics,
-            },
-            temporary,
+def skip(stage: Stage, state: State, batches: list[Batch], log: RunLog) -> None:
+    """Count a step whose loss or gradient was not finite. UserError after `PATIENCE_WITH_NAN` of them in a row."""
+    state.skipped += 1
+    state.bad += 1
+    what = f"step {state.step + 1}: loss or gradient not finite (batch {' '.join(batch.digest() for batch in batches)})"
+    log.say(f"{what}, skipped, {state.skipped} so far")
+    if state.bad >= PATIENCE_WITH_NAN:
+        raise UserError(
+            f"{stage.name}: {what}, the {state.bad}th in a row: lower train.lr. Nothing of them is in the "
+            "weights or in a file"
         )
 
 
-def load_resume(path: Path, model: nn.Module, optimizer: optim.Optimizer) -> State:
-    if not path.exists():
+def previous(path: Path) -> Path:
+    """Where the resume file before the newest lies: a second chance if the newest is damaged."""
+    return path.with_name(f"{path.stem}.previous.pt")
+
+
+def save_resume(path: Path, model: nn.Module, optimizer: optim.Optimizer, stage: Stage, state: State) -> None:
+    contents = {
+        "made_from": stage.made_from,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "state": vars(state),
+    }
+    checkpoint.write(path, contents, previous(path))
+
+
+def load_resume(path: Path, model: nn.Module, optimizer: optim.Optimizer, log: RunLog) -> tuple[dict[str, Any], State]:
+    """Put model and optimizer back where they were. Returns what that run was made from, and its state.
+
+    Raises:
+        UserError: if there is no file, or it and the one before it are damaged, or of another model or optimizer.
+    """
+    files = [file for file in (path, previous(path)) if file.exists()]
+    if not files:
         raise UserError(f"{path}: nothing to resume from; run without train.resume=true")
     try:
-        raw = torch.load(path, map_location="cpu", weights_only=True)
-        model.load_state_dict(raw["model"])
+        raw = checkpoint.read(files[0])
+    except UserError as error:
+        if len(files) == 1:
+            raise
+        log.say(f"{error}")
+        raw = checkpoint.read(files[1])
+        path = files[1]
+        log.say(f"going on from the one before it, {path}")
+    try:
+        state = State(**raw["state"])
+        for name, default in vars(State()).items():
+            if default is not None and type(getattr(state, name)) is not type(default):
+                raise TypeError(f"{name} is {getattr(state, name)!r}")
+        for weights in (state.best_weights, raw["model"]):
+            if weights is not None:
+                model.load_state_dict(weights)
+                if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
+                    raise ValueError("NaN or infinity in the weights")
         optimizer.load_state_dict(raw["optimizer"])
-    except Exception as error:
-        reason = str(error).splitlines()[0][:120]
+        return dict(raw["made_from"]), state
+    except Exception as error:  # of any kind: what is in there may be of another model, or not ours
         raise UserError(
-            f"{path}: cannot resume from it ({reason}); it is damaged or of another model or optimizer"
+            f"{path}: cannot resume from it ({checkpoint.first_line(error)}); it is of another model or optimizer"
         ) from None
-    return State(
-        raw["step"], raw["elapsed"], raw["best"], raw["best_weights"], raw["best_metrics"], raw["last_metrics"]
-    )
+
+
+def differences(before: dict[str, Any], now: dict[str, Any], group: str = "") -> list[str]:
+    """The keys whose values differ, with both values, except those in `FREE`."""
+    found = []
+    for key in dict.fromkeys([*before, *now]):
+        old, new, name = before.get(key), now.get(key), f"{group}{key}"
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += differences(old, new, f"{name}.")
+        elif old != new and name not in FREE:
+            found.append(f"{name} was {str(old)[:30]}, is {str(new)[:30]}")
+    return found

@@ -161,8 +161,8 @@ def test_preference_data_is_split_and_equal_answers_are_counted(road: tuple[Path
     assert len(read_jsonl(folder / "out" / "pairs_train.jsonl")) == n - 1
 
 
-def test_resume_continues_to_the_same_weights(road: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
-    """Six steps at once, and three resumed to six, with another micro-batch: the same data, the same model."""
+def test_a_finished_run_can_be_made_longer(road: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    """Six steps at once, and three that are resumed to six, with rates that do not depend on the number of steps."""
     folder = road[0]
     common = [
         "data=mine",
@@ -175,7 +175,7 @@ def test_resume_continues_to_the_same_weights(road: tuple[Path, dict[str, str]],
     common += ["model.dropout=0.1", "train.warmup=0", "train.decay=0", "train.eval_every=3", "train.log_every=1"]
     command(tmp_path, "pretrain.py", "out=whole", *common, "train.steps=6")
     command(tmp_path, "pretrain.py", "out=half", *common, "train.steps=3")
-    command(tmp_path, "pretrain.py", "out=half", *common, "train.steps=6", "train.resume=true")
+    command(tmp_path, "pretrain.py", "out=half", *common, "train.steps=6", "train.resume=force")
     whole, half = (
         torch.load(tmp_path / side / "ckpt_base.pt", weights_only=True)["state_dict"] for side in ("whole", "half")
     )
