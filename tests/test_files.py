@@ -1,14 +1,16 @@
 """Atomic writing: whole or not at all, and failures told in one line."""
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
+import signal
 
 import pytest
 
 from pocketgpt.errors import UserError
-from pocketgpt.files import atomic_path, fingerprint, sha256_file, write_json, write_text
+from pocketgpt.files import atomic_path, fingerprint, reserve, sha256_file, write_json, write_text
 
 
 def names(folder):
@@ -104,3 +106,77 @@ def test_digests(tmp_path):
     one.write_bytes(b"a")
     two.write_bytes(b"bc")
     assert fingerprint([one, two]) != moved
+
+
+def test_permissions_are_kept_and_new_files_follow_the_umask(tmp_path):
+    path = tmp_path / "a.txt"
+    before = os.umask(0o027)
+    try:
+        write_text(path, "new")
+        assert path.stat().st_mode & 0o777 == 0o640
+        for mode in (0o600, 0o664, 0o444):
+            path.chmod(mode)
+            write_text(path, "newer")
+            assert path.stat().st_mode & 0o777 == mode
+    finally:
+        os.umask(before)
+
+
+def test_what_dead_writers_left_is_removed_and_what_living_ones_write_is_not(tmp_path):
+    path, other = tmp_path / "a[1].txt", tmp_path / ".b.txt.12345678.tmp"
+    stale = tmp_path / ".a[1].txt.12345678.tmp"
+    for left in (stale, other):
+        left.write_text("half")
+    with atomic_path(path) as living:
+        assert not stale.exists()
+        living.write_text("first")
+        write_text(path, "second")  # another writer of the same file
+        assert living.read_text() == "first"
+    assert path.read_text() == "first"
+    assert names(tmp_path) == [other.name, "a[1].txt"]  # of other files it knows nothing
+
+
+def test_the_old_file_is_kept_under_its_other_name_once_the_new_one_is_whole(tmp_path):
+    path, previous = tmp_path / "a.txt", tmp_path / "a.previous.txt"
+    for text in ("1", "2", "3"):
+        with atomic_path(path, previous) as temporary:
+            temporary.write_text(text)
+    with pytest.raises(ValueError), atomic_path(path, previous) as temporary:
+        temporary.write_text("4")
+        raise ValueError
+    assert (path.read_text(), previous.read_text()) == ("3", "2")
+    assert names(tmp_path) == ["a.previous.txt", "a.txt"]
+
+
+def test_a_folder_has_one_process_that_writes(tmp_path):
+    folder = tmp_path / "out"
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        reserve(folder)
+        os.write(tell, b"x")
+        signal.pause()
+    try:
+        os.read(told, 1)
+        with pytest.raises(UserError, match=rf"out: process {child} is writing there: wait for it, or .* with out="):
+            reserve(folder)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    reserve(folder)  # the lock died with it
+    reserve(tmp_path / "." / "out")  # and is ours as often as we like
+    assert (folder / ".lock").read_text() == str(os.getpid())
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"cannot write .*file: File exists"):
+        reserve(tmp_path / "file")
+
+
+def test_a_file_system_without_locks_is_told_and_used(tmp_path, monkeypatch, capsys):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    reserve(tmp_path)
+    assert "cannot be locked (No locks available)" in capsys.readouterr().err
+    write_text(tmp_path / "a.txt", "new")
+    assert names(tmp_path) == [".lock", "a.txt"]
