@@ -219,6 +219,12 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)[:120]
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Whether it is an array of real numbers in memory: not sparse, nested, quantized, or without contents."""
+    dense = tensor.layout is torch.strided and not tensor.is_nested and tensor.device.type == "cpu"
+    return dense and tensor.is_floating_point()
+
+
 def verify_weights(ckpt: Checkpoint, expected: dict[str, tuple[int, ...]], vocab_size: int) -> None:
     """Check a checkpoint's weights against what its config makes, and its tokenizer against its vocabulary.
 
@@ -233,10 +239,12 @@ def verify_weights(ckpt: Checkpoint, expected: dict[str, tuple[int, ...]], vocab
         raise UserError(f"{where}: {what}: the weights are not of the model that its config describes")
     for name, shape in expected.items():
         tensor = ckpt.state_dict[name]
-        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape:
-            found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+        if not isinstance(tensor, Tensor) or not is_plain(tensor):
+            raise UserError(f"{where}: {name} is {type(tensor).__name__}, but no plain array of real numbers")
+        if tuple(tensor.shape) != shape:
+            found = tuple(tensor.shape)
             raise UserError(f"{where}: {name} is {found}, its config says {shape}: the file is damaged or mixed up")
-        if not torch.isfinite(tensor).all():
+        if not torch.isfinite(tensor.float()).all():
             raise UserError(f"{where}: {name} holds NaN or infinity: the run that wrote it had diverged")
     embed, head = (ckpt.state_dict[name] for name in ("embed.weight", "lm_head.weight"))
     if ckpt.config.get("tie_embeddings", True) and bool((embed != head).any()):
