@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pocketgpt.errors import UserError
-from pocketgpt.files import atomic_path, write_json
+from pocketgpt.files import atomic_path, sha256_file, write_json
 from pocketgpt.loss import IGNORE
 from pocketgpt.tokenizer import Tokenizer
 
@@ -45,14 +46,14 @@ def write_tokens(
 ) -> dict[str, Any]:
     """Encode `docs` into `path`, atomically, and describe them in `path`.json; returns that description:
 
-    format, dtype, count (ids), documents, bytes (UTF-8 text), tokenizer and data (hex digests), source (whatever the
+    format, dtype, count (ids), documents, bytes (UTF-8 text), ids, tokenizer and data (hex digests), source (whatever the
     caller recognises the data by, see `is_current`). `progress` is told the bytes of text done since it was last
     called; about `batch` characters are encoded at a time. UserError if there is no document or `path` cannot be
     written; an older file then stays.
     """
     name = "uint16" if tok.vocab_size <= 1 << 16 else "uint32"
     dtype = DTYPES[name]
-    data = hashlib.sha256()
+    data, written = hashlib.sha256(), hashlib.sha256()
     count = documents = size = 0
     with atomic_path(path) as temporary:
         with open(temporary, "wb") as file:
@@ -61,7 +62,9 @@ def write_tokens(
                 for text, ids in zip(texts, tok.encode_batch(texts), strict=True):
                     raw = text.encode()
                     data.update(len(raw).to_bytes(8, "little") + raw)  # the length, for where documents end counts
-                    file.write(np.array([*ids, tok.eot_id], dtype=dtype).tobytes())
+                    encoded = np.array([*ids, tok.eot_id], dtype=dtype).tobytes()
+                    written.update(encoded)
+                    file.write(encoded)
                     count += len(ids) + 1
                     done += len(raw)
                 documents += len(texts)
@@ -77,6 +80,7 @@ def write_tokens(
         "count": count,
         "documents": documents,
         "bytes": size,
+        "ids": written.hexdigest(),
         "tokenizer": tok.fingerprint,
         "data": data.hexdigest(),
         "source": source,
@@ -99,10 +103,12 @@ def _batches(docs: Iterable[str], limit: int) -> Iterator[list[str]]:
 
 
 def is_current(path: Path, tok: Tokenizer, source: str) -> bool:
-    """Whether `path` can be reused: complete, and the ids that `tok` gives to the data called `source`."""
+    """Whether `path` can be reused: complete, and the ids that `tok` gives to the data called `source`. Damage is told."""
     try:
         return TokenFile.open(path, tok).meta["source"] == source
-    except UserError:
+    except UserError as error:
+        if meta_path(path).exists():
+            print(f"{error}; that is done now", file=sys.stderr)
         return False
 
 
@@ -121,7 +127,7 @@ class TokenFile:
         try:
             meta = json.loads(meta_path(path).read_text("utf-8"))
             known, dtype, count = meta["format"] == FORMAT, DTYPES[meta["dtype"]], int(meta["count"])
-            tokenizer, size = meta["tokenizer"], path.stat().st_size
+            tokenizer, digest, size = meta["tokenizer"], meta["ids"], path.stat().st_size
         except OSError as error:
             raise UserError(f"{error.filename}: cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
@@ -134,6 +140,8 @@ class TokenFile:
             )
         if tokenizer != tok.fingerprint:
             raise UserError(f"{path}: its ids come from another tokenizer: {again}")
+        if sha256_file(path) != digest:
+            raise UserError(f"{path}: its checksum is wrong, the file is damaged: {again}")
         return cls(path, meta, np.memmap(path, dtype=dtype, mode="r", shape=(count,)))
 
     def __len__(self) -> int:

@@ -166,6 +166,20 @@ def test_damaged_files_are_named(tok, tmp_path):
         TokenFile.open(path, tok)
 
 
+def test_one_wrong_bit_is_found_told_and_mended(tok, tmp_path, capsys):
+    path = tmp_path / "a.bin"
+    write_tokens(path, DOCS, tok, source="s")
+    whole = path.read_bytes()
+    for at in (0, len(whole) // 2, len(whole) - 1):
+        damaged = bytearray(whole)
+        damaged[at] ^= 64
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"a\.bin: its checksum is wrong, the file is damaged: delete it"):
+            TokenFile.open(path, tok)
+        assert not is_current(path, tok, "s")
+        assert f"{path}: its checksum is wrong" in capsys.readouterr().err
+
+
 def test_an_interrupted_rewrite_leaves_no_old_description(tok, tmp_path, monkeypatch):
     path = tmp_path / "a.bin"
     write_tokens(path, ["a"], tok, source="s")

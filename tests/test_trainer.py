@@ -160,6 +160,63 @@ def test_non_finite_step_changes_nothing_and_too_many_end_the_run(tmp_path: Path
     assert broken.w.item() == 1.0
 
 
+def test_skipped_steps_are_counted_with_their_batch_and_leave_the_files_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One bad step among good ones, by its loss alone; then a run that only goes wrong after its first save."""
+    model = Line()
+    stage = line_stage(model, 4)
+    right = stage.loss
+
+    def loss(batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        total, numbers = right(batch)
+        step = int(batch.inputs[0][0]) - 1
+        return total + (float("inf") if step == 1 else 0.0), numbers  # its gradient is finite
+
+    stage.loss = loss
+    run(tmp_path, model, stage, settings())
+    said = [line for line in capsys.readouterr().out.splitlines() if "not finite" in line]
+    digests = " ".join(batch.digest() for batch in stage.batches(1))
+    assert said == [f"step 2: loss or gradient not finite (batch {digests}), skipped, 1 so far"]
+    assert torch.load(tmp_path / "resume_toy.pt", weights_only=True)["state"]["skipped"] == 1
+    assert stage.batches(1)[0].digest() != stage.batches(2)[0].digest()
+
+    model = Line()
+    stage = line_stage(model, 8)
+    good = stage.batches
+
+    def later_bad(step: int) -> list[Batch]:
+        if step < 3:
+            return good(step)
+        return [Batch((batch.inputs[0] * float("inf"),), batch.weight, batch.tokens) for batch in good(step)]
+
+    stage.batches = later_bad
+    with pytest.raises(UserError, match="toy: step 13: .* the 10th in a row: lower train.lr"):
+        run(tmp_path / "b", model, stage, settings(steps=50, eval_every=3))
+    resume = torch.load(tmp_path / "b" / "resume_toy.pt", weights_only=True)
+    assert resume["model"]["w"].item() == model.w.item() and model.w.isfinite().all()
+
+
+def test_running_out_of_memory_says_what_to_lower(tmp_path: Path) -> None:
+    model = Line()
+    stage = line_stage(model, 8)
+    stage.loss = lambda batch: (torch.zeros(1 << 60).sum() * model.w, {})
+    with pytest.raises(
+        UserError, match=r"toy: out of memory in step 1: lower train\.micro_batch_size \(8 now.*block_size"
+    ):
+        run(tmp_path, model, stage, settings())
+    stage.loss = lambda batch: (_ for _ in ()).throw(RuntimeError("a fault of ours"))
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        run(tmp_path, model, stage, settings())
+
+
+def test_resume_knows_three_words(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="train.resume is 'yes': choose false, true or force"):
+        settings(resume="yes").check()
+    for word in (False, True, "force"):
+        settings(resume=word).check()
+
+
 def test_step_without_supervision_changes_nothing(tmp_path: Path) -> None:
     model = Line()
     run(tmp_path, model, line_stage(model, 8, weights=[0]), settings(steps=3))
