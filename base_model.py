@@ -93,7 +93,7 @@ class GPTConfig:
                 f"model.n_head={self.n_head} is not divisible by model.n_kv_head={self.n_kv_head}: change one"
             )
         for key in ("head_dim", "n_inner"):
-            if getattr(self, key) < 0:
+            if not 0 <= getattr(self, key) <= 1 << 20:
                 raise UserError(f"model.{key} is {getattr(self, key)}: it must be 0 (chosen for you) or above")
         for key in ("rope_theta", "norm_eps"):
             if not 0 < getattr(self, key) < math.inf:

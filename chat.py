@@ -108,7 +108,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="per answer (as many as fit)")
     parser.add_argument("--seed", type=int, metavar="N", help="same seed, same text (a new one each time)")
     parser.add_argument("--device", default="auto", help="auto, cuda, mps or cpu (%(default)s)")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    for name, given in vars(args).items():
+        if isinstance(given, list):  # what argparse makes of --seed=--
+            parser.error(f"argument --{name.replace('_', '-')}: '--' is no value")
+    return args
 
 
 class Chat:
@@ -232,6 +236,8 @@ class Chat:
     def save(self, name: str) -> None:
         if not name:
             raise UserError("/save needs the name of a file, as in /save chat.jsonl")
+        if "\0" in name:
+            raise UserError("the name of a file cannot hold a NUL character")
         if not self.session.messages:
             raise UserError("nothing has been said yet")
         path = Path(name).expanduser()

@@ -13,6 +13,7 @@ same for `control`, pairs_*.jsonl, metrics_*.jsonl and plot_*.png.
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,11 +56,11 @@ class DPOConfig:
 
     def check(self) -> None:
         """Raises UserError on values outside their ranges."""
-        if self.beta <= 0 or not 0 <= self.label_smoothing < 0.5 or self.chosen_nll < 0:
+        if not (0 < self.beta < math.inf and 0 <= self.label_smoothing < 0.5 and 0 <= self.chosen_nll < math.inf):
             raise UserError(
                 "dpo.beta must be above 0, dpo.label_smoothing from 0 to below 0.5, dpo.chosen_nll 0 or above"
             )
-        if self.samples < 2 or self.temperature <= 0 or self.control_lr <= 0:
+        if not (self.samples >= 2 and 0 < self.temperature < math.inf and 0 < self.control_lr < math.inf):
             raise UserError("dpo.samples must be at least 2, dpo.temperature and dpo.control_lr above 0")
 
 
@@ -201,6 +202,7 @@ class PairRows:
 def main() -> None:
     cfg = config.load("dpo", Config)
     cfg.train.check()
+    cfg.optim.check()
     cfg.dpo.check()
     if cfg.train.compile:
         raise UserError(

@@ -72,7 +72,7 @@ def measure(
     """All numbers of one checkpoint, as plain values; the entry `score` holds the sampled answers behind them."""
     loaded = checkpoint.load(path)
     model = CachedGPT.from_loaded(loaded, device)
-    tok, name = loaded.tokenizer, STAGES[loaded.stage]
+    tok, name = loaded.tokenizer, STAGES.get(loaded.stage, loaded.stage)
     sampling = Settings(temperature=cfg.temperature)
     greedy = evaluation.score_with_bar(f"{name}: greedy answers", model, tok, items)
     numbers: dict[str, Any] = {

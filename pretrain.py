@@ -90,6 +90,7 @@ def documents(data: config.DataConfig) -> tuple[Documents, Documents, str]:
 def main() -> None:
     cfg = config.load("pretrain", Config)
     cfg.train.check()
+    cfg.optim.check()
     cfg.data.check(("shakespeare", "mine", "hub"))
     out = Path(cfg.out)
     device = machine.pick_device(cfg.device)

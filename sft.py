@@ -92,6 +92,7 @@ def heldout_loss(model: GPT, rows: list[list[Example]], length: int, dtype: torc
 def main() -> None:
     cfg = config.load("sft", Config)
     cfg.train.check()
+    cfg.optim.check()
     cfg.data.check(("instruct", "mine", "hub"))
     out = Path(cfg.out)
     loaded = checkpoint.load(cfg.checkpoint or out / "ckpt_base.pt")

@@ -45,6 +45,11 @@ class DataConfig:
             raise UserError("data=mine needs data.path=FILE_OR_FOLDER")
         if self.kind == "hub" and not self.name:
             raise UserError("data=hub needs data.name=DATASET, and data.split= where it is not train")
+        for key in ("limit", "generate"):
+            if not 0 <= getattr(self, key) < 1 << 60:
+                raise UserError(f"data.{key} is {getattr(self, key)}: it must be 0 or above")
+        if not 0 < self.val_fraction < 1:
+            raise UserError(f"data.val_fraction is {self.val_fraction}: it must be above 0 and below 1")
 
 
 def load(name: str, schema: type[T], arguments: list[str] | None = None) -> T:
@@ -66,9 +71,10 @@ def load(name: str, schema: type[T], arguments: list[str] | None = None) -> T:
     try:
         with initialize_config_dir(str(CONFIGS), version_base=None):
             raw = compose(name, overrides=arguments)
+            OmegaConf.resolve(raw)  # before the types are checked, which do not look through references
         merged = OmegaConf.merge(OmegaConf.structured(schema), raw)
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise UserError(
             f"configuration of {name}: {first_cause(error)}; python {name}.py --help lists the keys"
         ) from None

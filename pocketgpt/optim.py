@@ -24,6 +24,22 @@ class OptimConfig:
     muon_lr: float
     muon_momentum: float
 
+    def check(self) -> None:
+        """Raises UserError on a value outside its range."""
+        if self.name not in ("adamw", "muon"):
+            raise UserError(f"optim.name is {self.name!r}: choose adamw or muon")
+        for key, below in (
+            ("beta1", 1),
+            ("beta2", 1),
+            ("muon_momentum", 1),
+            ("weight_decay", math.inf),
+            ("muon_lr", math.inf),
+        ):
+            if not 0 <= getattr(self, key) < below:
+                raise UserError(f"optim.{key} is {getattr(self, key)}: it must be at least 0 and below {below}")
+        if not 0 < self.eps < math.inf:
+            raise UserError(f"optim.eps is {self.eps}: it must be above 0")
+
 
 def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
     """Every parameter in exactly one group: block matrices, other matrices (embeddings, head), vectors (norms, biases)."""
@@ -95,12 +111,11 @@ class Optimizer:
     matrices of the blocks, AdamW for the rest.
 
     Raises:
-        UserError: on an unknown name.
+        UserError: on settings outside their ranges.
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, lr: float) -> None:
-        if config.name not in ("adamw", "muon"):
-            raise UserError(f"optim.name is {config.name!r}: choose adamw or muon")
+        config.check()
         blocks, other, vectors = parameter_groups(model)
         muon = config.name == "muon"
         decayed = other if muon else blocks + other

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 import os
 import signal
 import time
@@ -47,13 +48,19 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raises UserError on values that make no run."""
-        if self.steps <= 0 and self.minutes <= 0:
+        if not (self.steps >= 0 and 0 <= self.minutes < math.inf):
+            raise UserError(f"train.steps={self.steps} and train.minutes={self.minutes} must be 0 or above")
+        if self.steps == self.minutes == 0:
             raise UserError("train.steps and train.minutes are both 0: the run needs an end, set one of them")
         for key in ("batch_size", "micro_batch_size", "eval_every", "log_every"):
             if getattr(self, key) < 1:
                 raise UserError(f"train.{key} is {getattr(self, key)}: it must be at least 1")
-        if self.lr <= 0:
+        if not 0 < self.lr < math.inf:
             raise UserError(f"train.lr is {self.lr}: it must be above 0")
+        if not 0 <= self.grad_clip < math.inf:
+            raise UserError(f"train.grad_clip is {self.grad_clip}: it must be 0 (no limit) or above")
+        if not 0 <= self.seed < 1 << 32:
+            raise UserError(f"train.seed is {self.seed}: it must be at least 0 and below 2^32")
         if not 0 <= self.warmup + self.decay <= 1 or min(self.warmup, self.decay) < 0:
             raise UserError(
                 f"train.warmup={self.warmup} and train.decay={self.decay} are shares of one run: from 0, sum up to 1"
