@@ -72,8 +72,8 @@ evaluate: $(READY)  ## all stages side by side
 chat: $(READY)  ## talk to checkpoints/latest
 	$(RUN) chat.py $(ARGS)
 
-test: $(DEV)  ## all tests
-	$(RUN) -m pytest $(ARGS)
+test: $(DEV)  ## all tests, and the share of the network, the cache and the stages that they walk through
+	$(RUN) -m pytest $(if $(ARGS),$(ARGS),--cov --cov-report=term-missing:skip-covered)
 
 lint: $(DEV)  ## ruff and mypy
 	$(RUN) -m ruff check .

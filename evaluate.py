@@ -183,6 +183,9 @@ def main() -> None:
         raise UserError(
             f"items is {cfg.items}: it must be from 1 to {evaluation.TEST_ITEMS}, what is set aside per family"
         )
+    Settings(temperature=cfg.temperature)  # refused now rather than after the greedy answers
+    if not 0 <= cfg.seed < 1 << 32:
+        raise UserError(f"seed is {cfg.seed}: it must be at least 0 and below 2^32")
     out = Path(cfg.out)
     stages = [stage for stage in STAGES if (out / f"ckpt_{stage}.pt").exists()]
     if not stages:

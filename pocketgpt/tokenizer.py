@@ -63,6 +63,8 @@ class Tokenizer:
                 f"vocabulary size {vocab_size} is too small: 256 bytes and {len(cls.CONTROL_TOKENS)} control tokens "
                 f"need {cls.MIN_VOCAB_SIZE}"
             )
+        if vocab_size > 1 << 20:  # the library makes room for all of it at once, and ends the process if it cannot
+            raise UserError(f"vocabulary size {vocab_size} is too large: at most {1 << 20:,}")
         backend = tokenizers.Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [

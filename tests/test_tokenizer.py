@@ -159,6 +159,12 @@ def test_size(tok: Tokenizer, corpus: str) -> None:
         Tokenizer.train([corpus], 258)
 
 
+@pytest.mark.parametrize("vocab_size", [(1 << 20) + 1, 10**12, 10**30])
+def test_a_size_that_no_memory_holds_is_refused(vocab_size: int) -> None:
+    with pytest.raises(UserError, match=f"vocabulary size {vocab_size} is too large: at most 1,048,576"):
+        Tokenizer.train(["text"], vocab_size)
+
+
 def test_training_repeats(tok: Tokenizer, corpus: str) -> None:
     again, other = Tokenizer.train(iter([corpus]), 400), Tokenizer.train([corpus], 399)
     assert again.to_json() == tok.to_json()
