@@ -28,6 +28,7 @@ from torch import Tensor
 from base_model import GPT, GPTConfig, KeepKV
 from pocketgpt import checkpoint, config, sampling
 from pocketgpt import device as machine
+from pocketgpt.engine import Engine, Request
 from pocketgpt.errors import UserError, run
 from pocketgpt.files import atomic_path, write_json
 from pocketgpt.metrics import bar, console
@@ -645,44 +646,23 @@ class CachedGPT(GPT):
     ) -> list[list[int]]:
         """Answers to prompts of different lengths, in their order, each without its prompt and its stop id.
 
-        Prompts of similar length share a batch, padded on the left; rows that have ended leave it. A prompt longer than
-        block_size is cut as everywhere (sampling.window_start); an answer also ends where block_size does.
+        All go through the engine, up to batch_size at a time; a prompt that comes several times is read once. A prompt
+        longer than block_size is cut as everywhere (sampling.window_start); an answer also ends where block_size does.
         """
-        device, block_size = self.embed.weight.device, self.config.block_size
-        prompts = [prompt[sampling.window_start(len(prompt), block_size) :] for prompt in prompts]
-        stops = set(stop_ids)
         if generator is None:
-            generator = sampling.own_generator(device)
-        answers: list[list[int]] = [[] for _ in prompts]
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        for first in range(0, len(order), batch_size):
-            rows = order[first : first + batch_size]
-            longest = len(prompts[rows[-1]])
-            starts = torch.tensor([longest - len(prompts[i]) for i in rows], device=device)
-            ids = torch.tensor(
-                [[prompts[i][0]] * (longest - len(prompts[i])) + list(prompts[i]) for i in rows], device=device
-            )
-            cache = self.new_cache(len(rows), starts if bool(starts.any()) else None, longest + max_new_tokens)
-            logits = self.lm_head(self.extend(ids, cache)[:, -1])
-            alive = list(range(len(rows)))  # which rows of the batch still talk
-            for _ in range(max_new_tokens):
-                token = sampling.sample(logits, settings, ids, self.n_tokens, generator)
-                said = token.tolist()
-                alive = [row for row in alive if said[row] not in stops]
-                for row in alive:
-                    answers[rows[row]].append(said[row])
-                alive = [row for row in alive if len(prompts[rows[row]]) + len(answers[rows[row]]) <= block_size]
-                if not alive:
-                    break
-                # Leaving copies the cache, so rows leave in groups, unless one of them has no next position.
-                if cache.room == 0 or len(alive) <= 0.75 * len(rows):
-                    kept = torch.tensor(alive, device=device)
-                    rows, ids, token = [rows[row] for row in alive], ids[kept], token[kept]
-                    alive = list(range(len(rows)))
-                    cache.select(kept)
-                ids = torch.cat((ids, token[:, None]), dim=1)
-                logits = self.lm_head(self.extend(token[:, None], cache)[:, -1])
-        return answers
+            generator = sampling.own_generator(self.embed.weight.device)
+        seeds = torch.randint(2**63 - 1, (len(prompts),), generator=generator, device=generator.device).tolist()
+        requests = [
+            Request(prompt, max_new_tokens, settings, seed, stop_ids)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        # No row of a batch is short of blocks, and as no one waits for a first token, prompts are read many at once.
+        longest = sorted(min(len(prompt) + max_new_tokens + 16, self.config.block_size + 16) for prompt in prompts)
+        engine = Engine(self, pool_tokens=sum(longest[-batch_size:]), max_batch=batch_size, prefill_chunk=4096)
+        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # least padding
+        answers = {i: engine.add(requests[i]) for i in by_length}
+        engine.run()
+        return [answers[i].ids for i in range(len(prompts))]
 
 
 # --- the program ----------------------------------------------------------------------------------------------------

@@ -39,32 +39,46 @@ class Settings:
             raise UserError(f"repetition_penalty is {self.repetition_penalty}: it must be above 0 (1 is off)")
 
 
-def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Make ids that occur in seen (B, T) less likely: positive logits are divided, negative ones multiplied."""
-    if penalty == 1.0:
+def penalise_repetition(logits: Tensor, seen: Tensor, penalty: float | Tensor) -> Tensor:
+    """Make ids that occur in seen (B, T) less likely: positive logits are divided, negative ones multiplied.
+
+    penalty: one for all rows, or (B, 1)."""
+    if not isinstance(penalty, Tensor) and penalty == 1.0:
         return logits
     values = logits.gather(-1, seen)
     return logits.scatter(-1, seen, torch.where(values > 0, values / penalty, values * penalty))
 
 
-def filter_logits(logits: Tensor, settings: Settings) -> Tensor:
+def filter_logits(logits: Tensor, settings: Settings | Sequence[Settings]) -> Tensor:
     """logits (B, V), already divided by the temperature -> the same with -inf for what is not to be sampled.
 
-    At least one id per row survives every filter.
+    settings: one for all rows, or one per row. At least one id per row survives every filter.
     """
-    if settings.top_k is not None and settings.top_k < logits.size(-1):
-        kth = logits.topk(settings.top_k, dim=-1).values[:, -1:]
+    rows = [settings] if isinstance(settings, Settings) else settings
+
+    def column(values: list[float]) -> Tensor | float:
+        return values[0] if len(values) == 1 else torch.tensor(values, device=logits.device)[:, None]
+
+    top_k = [min(s.top_k or logits.size(-1), logits.size(-1)) for s in rows]
+    if min(top_k) < logits.size(-1):
+        largest = logits.topk(max(top_k), dim=-1).values
+        places = torch.tensor(top_k, device=logits.device)[:, None] - 1 if len(rows) > 1 else None
+        kth = largest[:, -1:] if places is None else largest.gather(-1, places)
         logits = logits.masked_fill(logits < kth, -math.inf)
-    if settings.top_p is not None and settings.top_p < 1:
+    # With a filter that is off, nothing of a row goes: the mass before an id may be rounded to 1, but never to infinity.
+    top_p = [math.inf if s.top_p is None or s.top_p == 1 else s.top_p for s in rows]
+    if min(top_p) < math.inf:
         ordered, order = logits.sort(dim=-1, descending=True, stable=True)
         mass = ordered.softmax(-1).cumsum(-1)
         # An id goes when those before it already hold the mass; the first one has none before it and always stays.
         before = torch.cat((torch.zeros_like(mass[:, :1]), mass[:, :-1]), dim=-1)
-        drop = before >= settings.top_p
+        drop = before >= column(top_p)
         drop[:, 0] = False
         logits = logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -math.inf)
-    if settings.min_p:
-        floor = logits.max(-1, keepdim=True).values + math.log(settings.min_p)
+    if any(s.min_p for s in rows):
+        floor = logits.max(-1, keepdim=True).values + column(
+            [math.log(s.min_p) if s.min_p else -math.inf for s in rows]
+        )
         logits = logits.masked_fill(logits < floor, -math.inf)
     return logits
 
@@ -83,6 +97,37 @@ def sample(
     logits = (logits - logits.amax(-1, keepdim=True)) / max(settings.temperature, 1e-30)
     probabilities = filter_logits(logits, settings).softmax(-1)
     return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+
+
+def sample_rows(
+    logits: Tensor, settings: Sequence[Settings], seen: Sequence[Sequence[int]], n_tokens: int, uniform: Sequence[float]
+) -> Tensor:
+    """`sample` for rows that each have their own settings, ids so far and randomness: logits (B, V) -> (B,) int64.
+
+    uniform: per row one number in [0, 1), with at most 32 bits, as torch.rand draws them. It picks the id at which the
+    cumulated probability passes it, so a row's choice follows from that row alone, whatever stands beside it.
+    """
+    logits = logits.float()
+    device = logits.device
+    if any(s.repetition_penalty != 1 for s in settings):
+        longest = max(map(len, seen))
+        padded = [[*ids, *[ids[0]] * (longest - len(ids))] for ids in seen]  # once more is no worse than once
+        penalty = torch.tensor([s.repetition_penalty for s in settings], device=device)[:, None]
+        logits = penalise_repetition(logits, torch.tensor(padded, device=device), penalty)
+    logits = logits[:, :n_tokens]
+    best = logits.argmax(-1)
+    if all(s.temperature == 0 for s in settings):
+        return best
+    greedy = torch.tensor([s.temperature == 0 for s in settings], device=device)
+    temperature = torch.tensor([max(s.temperature, 1e-30) for s in settings], device=device)[:, None]
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+    probabilities = filter_logits(logits, settings).softmax(-1)
+    if device.type == "mps":  # has no float64
+        probabilities, best, greedy = probabilities.cpu(), best.cpu(), greedy.cpu()
+    # In float64 the product stays below the total, and an id without probability adds nothing to pass the number with.
+    passed = probabilities.double().cumsum(-1)
+    wanted = passed[:, -1:] * torch.tensor(uniform, dtype=torch.float64, device=passed.device)[:, None]
+    return torch.where(greedy, best, torch.searchsorted(passed, wanted, right=True).squeeze(-1))
 
 
 def own_generator(device: torch.device) -> torch.Generator:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pocketgpt.errors import UserError
-from pocketgpt.sampling import Settings, filter_logits, penalise_repetition, sample
+from pocketgpt.sampling import Settings, filter_logits, penalise_repetition, sample, sample_rows
 
 P = torch.tensor([[0.05, 0.5, 0.15, 0.3]])  # not in order, so that sorting has to be undone
 NOTHING_SEEN = torch.zeros(1, 0, dtype=torch.long)
@@ -197,3 +197,63 @@ def test_half_precision_logits_are_sampled_in_float32() -> None:
     assert sample(logits, Settings(temperature=0.01), NOTHING_SEEN, 2).tolist() == [0]
     flat = sample(torch.zeros(2000, 2, dtype=torch.bfloat16), Settings(), torch.zeros(2000, 0, dtype=torch.long), 2)
     assert 0.45 < flat.float().mean() < 0.55
+
+
+MIXED = [
+    Settings(),
+    Settings(temperature=0),
+    Settings(temperature=0.7, top_k=5),
+    Settings(top_p=0.6),
+    Settings(temperature=2.0, min_p=0.05),
+    Settings(top_k=1),
+    Settings(temperature=1.3, top_k=30, top_p=0.9, min_p=0.01, repetition_penalty=1.3),
+    Settings(temperature=0, repetition_penalty=5.0),
+    Settings(top_k=200, top_p=1.0, min_p=0.0),
+]
+
+
+def test_filters_of_several_rows_at_once_are_those_of_each() -> None:
+    logits = torch.randn(9, 97, generator=torch.Generator().manual_seed(0)) * 3
+    together = filter_logits(logits, MIXED)
+    for row, chosen in enumerate(MIXED):
+        assert torch.equal(together[row : row + 1], filter_logits(logits[row : row + 1], chosen)), chosen
+
+
+def test_each_row_is_sampled_with_its_own_settings_whatever_stands_beside_it() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(9, 100, generator=generator) * 2
+    logits[:, 97:] = 50  # padding of the vocabulary
+    seen = [torch.randint(97, (n + 1,), generator=generator).tolist() for n in range(9)]
+    drawn = set()
+    for _ in range(50):
+        uniform = torch.rand(9, generator=generator).tolist()
+        together = sample_rows(logits, MIXED, seen, 97, uniform).tolist()
+        for row, chosen in enumerate(MIXED):
+            one = sample_rows(logits[row : row + 1], [chosen], seen[row : row + 1], 97, uniform[row : row + 1])
+            assert one.tolist() == [together[row]], chosen
+            if chosen.temperature == 0 or chosen.top_k == 1:
+                assert one.equal(sample(logits[row : row + 1], chosen, torch.tensor([seen[row]]), 97))
+        drawn.add(tuple(together))
+        assert max(together) < 97
+    assert len(drawn) > 40
+
+
+@pytest.mark.parametrize("chosen", [s for s in MIXED if s.temperature])
+def test_evenly_spread_numbers_give_each_id_its_probability(chosen: Settings) -> None:
+    """The same distribution as `sample`, but exact: of n numbers an id gets its share to one or two."""
+    n, seen = 5000, [3, 4, 5]
+    logits = torch.randn(1, 97, generator=torch.Generator().manual_seed(2)) * 2
+    uniform = [(i + 0.5) / n for i in range(n)]
+    ids = sample_rows(logits.expand(n, -1), [chosen] * n, [seen] * n, 97, uniform)
+    adjusted = penalise_repetition(logits, torch.tensor([seen]), chosen.repetition_penalty) / chosen.temperature
+    expected = filter_logits(adjusted, chosen).softmax(-1)[0]
+    shares = torch.bincount(ids, minlength=97) / n
+    assert float((shares - expected).abs().max()) <= 2 / n
+    assert bool((expected[ids] > 0).all())
+
+
+def test_the_ends_of_the_unit_interval_choose_what_can_come_out() -> None:
+    logits = torch.full((2, 6), -math.inf)
+    logits[:, 2], logits[:, 4] = 0.0, 0.0
+    assert sample_rows(logits, [Settings()] * 2, [[0]] * 2, 6, [0.0, 1 - 2**-24]).tolist() == [2, 4]
+    assert sample_rows(logits, [Settings()] * 2, [[0]] * 2, 6, [0.5 - 2**-24, 0.5]).tolist() == [2, 4]
