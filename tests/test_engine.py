@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kv_cache import BlockPool, CachedGPT
 from pocketgpt.engine import Answer, Engine, Request
 from pocketgpt.errors import UserError
-from pocketgpt.sampling import Settings
+from pocketgpt.sampling import Settings, sample_rows
 from pocketgpt.streaming import TextStream
 from pocketgpt.tokenizer import Tokenizer
 
@@ -49,9 +49,18 @@ def assert_sound(engine: Engine) -> None:
         assert [job.number for job in jobs] == sorted(job.number for job in jobs)
 
 
+def finish(engine: Engine) -> None:
+    """`run`, but an engine that gets nowhere fails instead of going on for ever."""
+    for _ in range(1000):
+        if not engine.waiting and not engine.active:
+            return
+        engine.step()
+    raise AssertionError("the engine does not come to an end")
+
+
 def ask(engine: Engine, prompts: Sequence[Sequence[int]], new: int, **keywords: Any) -> list[Answer]:
     answers = [engine.add(Request(prompt, new, **{"settings": GREEDY} | keywords)) for prompt in prompts]
-    engine.run()
+    finish(engine)
     assert_sound(engine)
     assert not engine.active and not engine.waiting
     return answers
@@ -92,7 +101,7 @@ def test_each_answer_is_that_of_its_prompt_alone(
             engine.step()
             assert_sound(engine)
             assert len(engine.active) <= max_batch
-    engine.run()
+    finish(engine)
     assert_sound(engine)
     for (prompt, new, _), answer in zip(arrivals, answers, strict=True):
         expected = alone(shape, prompt, new, stops)
@@ -119,22 +128,28 @@ def test_sampled_text_follows_from_the_seed_and_nothing_else() -> None:
     for request in requests(3):
         engine = Engine(model_of(), max_batch=1)
         by_itself.append(engine.add(request))
-        engine.run()
+        finish(engine)
     for keywords in ({}, {"pool_tokens": 40, "block_size": 4}, {"max_batch": 4, "prefill_chunk": 3, "block_size": 2}):
         engine = Engine(model_of(), **keywords)
         order = [4, 0, 5, 2, 1, 3]
         together = {i: engine.add(requests(3)[i]) for i in order}
-        engine.run()
+        finish(engine)
         assert (engine.preempted > 0) == ("pool_tokens" in keywords)
         assert [together[i].ids for i in range(6)] == [answer.ids for answer in by_itself]
     other = Engine(model_of())
     others = [other.add(request) for request in requests(50)]
-    other.run()
+    finish(other)
     assert [a.ids == b.ids for a, b in zip(others, by_itself, strict=True)] == [s == GREEDY for s in chosen]
+    # and it is sample_rows with the numbers that the seed gives, one per token
+    ids = list(prompts[2])
+    for number in torch.rand(14, generator=torch.Generator().manual_seed(5)).tolist():
+        logits = model_of()(torch.tensor([ids]))[0][:, -1]
+        ids += sample_rows(logits, [chosen[2]], [ids], 97, [number]).tolist()
+    assert by_itself[2].ids == ids[9:]
     # fewer new tokens are the beginning of more
     engine = Engine(model_of())
     short = engine.add(Request(prompts[0], 5, chosen[0], 3))
-    engine.run()
+    finish(engine)
     assert short.ids == by_itself[0].ids[:5]
 
 
@@ -163,7 +178,7 @@ def test_requests_join_and_leave_at_every_step_and_long_prompts_stall_nobody() -
     assert (len(first.ids), len(long.ids), len(short.ids), short.reason) == (4, 0, 2, "length")
     engine.step()
     assert (len(first.ids), len(long.ids)) == (5, 1)
-    engine.run()
+    finish(engine)
     hook.remove()
     assert shapes == [
         (1, 3),
@@ -202,14 +217,14 @@ def test_samples_of_one_prompt_share_one_reading_of_it() -> None:
         assert shapes == begin
         # Two full blocks in common; of the third, which all write into, each but the last has a copy.
         assert len(engine.pool.free) == engine.pool.n_blocks - 2 - begin[1][0]
-        engine.run()
+        finish(engine)
         assert_sound(engine)
         hook.remove()
         expected = []
         for seed in range(6):
             engine = Engine(model_of())
             expected.append(engine.add(Request(prompt, 5, Settings(), seed)))
-            engine.run()
+            finish(engine)
         assert [answer.ids for answer in answers] == [answer.ids for answer in expected]
         assert len({tuple(answer.ids) for answer in answers}) == 6
     shapes, hook = reads(model_of())
@@ -293,7 +308,7 @@ def test_texts_stream_and_stop(tok: Tokenizer) -> None:
     prompt = tok.encode("the keeper")
     free = Engine(model, tok)
     whole = [free.add(Request(prompt, 20, Settings(), seed)) for seed in range(8)]
-    free.run()
+    finish(free)
     assert [answer.text for answer in whole] == [tok.decode(answer.ids) for answer in whole]
     assert any("\ufffd" in answer.text for answer in whole)  # bytes at random: characters that are held back
     engine = Engine(model, tok, max_batch=5)
@@ -312,7 +327,7 @@ def test_texts_stream_and_stop(tok: Tokenizer) -> None:
         )
         for seed in range(8)
     ]
-    engine.run()
+    finish(engine)
     assert_sound(engine)
     for seed, answer in enumerate(answers):
         stream, expected, n = TextStream(tok, stops[seed]), "", 0
@@ -352,12 +367,31 @@ def test_cancelled_requests_leave_and_their_blocks_come_back() -> None:
     engine.cancel(answers[1])
     engine.cancel(answers[2])
     assert_sound(engine)
-    engine.run()
+    finish(engine)
     engine.cancel(answers[0])
     assert [answer.reason for answer in answers] == ["length", "cancelled", "cancelled", "length"]
     assert [len(answer.ids) for answer in answers] == [10, 1, 0, 10]
     assert answers[3].ids == alone("qwen3 gqa", tuple(random_ids(5, seed=3).tolist()), 10)
     assert_sound(engine)
+
+
+def test_a_callback_may_cancel_and_add() -> None:
+    engine = Engine(model_of())
+    prompts = [random_ids(5, seed=n).tolist() for n in range(3)]
+    heard: list[str] = []
+    added: list[Answer] = []
+
+    def first(answer: Answer, _: str) -> None:
+        if len(answer.ids) == 2:
+            engine.cancel(others[0])
+            added.append(engine.add(Request(prompts[2], 3, GREEDY)))
+
+    one = engine.add(Request(prompts[0], 4, GREEDY, on_token=first))
+    others = [engine.add(Request(prompts[1], 4, GREEDY, on_token=lambda answer, _: heard.append(answer.reason)))]
+    finish(engine)
+    assert_sound(engine)
+    assert (others[0].reason, heard) == ("cancelled", [""])
+    assert (one.reason, added[0].ids) == ("length", alone("qwen3 gqa", tuple(prompts[2]), 3))
 
 
 def test_a_callback_that_raises_harms_no_other_request() -> None:
@@ -371,7 +405,7 @@ def test_a_callback_that_raises_harms_no_other_request() -> None:
     with pytest.raises(RuntimeError, match="the listener has gone"):
         engine.run()
     assert_sound(engine)
-    engine.run()
+    finish(engine)
     assert [answer.ids for answer in answers] == [alone("qwen3 gqa", tuple(p), 6) for p in prompts]
 
 

@@ -272,7 +272,14 @@ def test_each_row_of_a_ragged_batch_equals_that_row_alone(shape: str, kind: str)
         assert bool(logits.isfinite().all())  # padding too: NaN spreads
         for row, start in enumerate(starts.tolist()):
             assert max_diff(logits[row, start:], alone[row]) < EXACT, (chunks, row)
-    # rows that leave, and a rewind, keep each row's own padding
+    # a rewind into the padding; rows that leave, and a rewind, keep each row's own padding
+    cache = new(model.config, 4, starts)
+    through(twin, ids, [12], cache)
+    cache.crop(3)
+    logits = through(twin, ids, [4, 12], cache)
+    for row, start in enumerate(starts.tolist()):
+        begin = max(3, start)
+        assert max_diff(logits[row, begin - 3 :], alone[row][begin - start :]) < EXACT
     cache = new(model.config, 4, starts)
     through(twin, ids, [12], cache)
     cache.crop(10)
@@ -347,6 +354,10 @@ def test_how_far_a_ring_can_go_back(slack: int, begin: list[int]) -> None:
                 cache.crop(length)
         cache.crop(least)
         assert max_diff(through(twin, ids, [1] * (1 + slack), cache), expected[:, least:20]) < EXACT
+    cache.crop(least)
+    through(twin, ids, [1], cache)
+    with pytest.raises(ValueError, match=f"can go back to {least} with"):
+        cache.crop(least - 1)
     cache.crop(least)
     assert max_diff(through(twin, ids, [9], cache), expected[:, least : least + 9]) < EXACT
     cache.crop(0)
