@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,11 +30,20 @@ GREEDY = Settings(temperature=0.0)
 FORMATS = ("story", "line", "question", "dialogue", "system")
 
 
-def bits_per_byte(model: GPT, tok: Tokenizer, file: TokenFile, dtype: torch.dtype, batch_size: int = 8) -> float:
+def bits_per_byte(
+    model: GPT,
+    tok: Tokenizer,
+    file: TokenFile,
+    dtype: torch.dtype,
+    batch_size: int = 8,
+    through: Callable[[Tensor], Tensor] | None = None,
+) -> float:
     """Cross-entropy on held-out text, in bits per byte of raw UTF-8 text.
 
-    Control tokens are predicted, and paid for, but are no bytes of text.
+    Control tokens are predicted, and paid for, but are no bytes of text. through: ids (B, T) -> what the head reads, in place of
+    model.hidden_states; `lambda ids: cached.extend(ids, QuantizedCache(...))` measures what a cache that rounds costs.
     """
+    through = through or model.hidden_states
     device = model.embed.weight.device
     lengths = torch.from_numpy(tok.byte_lengths())
     nats, text_bytes = 0.0, 0
@@ -42,7 +51,7 @@ def bits_per_byte(model: GPT, tok: Tokenizer, file: TokenFile, dtype: torch.dtyp
         targets = torch.from_numpy(y)
         with torch.no_grad():
             with machine.autocast(device, dtype):
-                hidden = model.hidden_states(torch.from_numpy(x).to(device))
+                hidden = through(torch.from_numpy(x).to(device))
             nats += float(linear_cross_entropy(hidden, model.lm_head.weight, targets.to(device), dtype))
         text_bytes += int(lengths[targets[targets != IGNORE]].sum())
     return nats / math.log(2) / text_bytes

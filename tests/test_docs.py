@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import chat
 from base_model import GPT, GPTConfig
 from docs import figures
-from kv_cache import CachedGPT, DynamicCache, kv_cache_bytes
+from kv_cache import BlockPool, CachedGPT, DynamicCache, QuantizedCache, SlidingCache, StaticCache, kv_cache_bytes
 from pocketgpt import config, sources
 from pocketgpt.chat_template import check_messages
 from pocketgpt.errors import UserError
@@ -182,8 +182,9 @@ def test_every_family_is_described() -> None:
 # --- kv_cache.md ----------------------------------------------------------------------------------------------------
 
 
-def test_code_in_the_page_runs() -> None:
-    (block,) = re.findall(r"^```python\n(.*?)^```", TEXT["docs/kv_cache.md"], re.M | re.S)
+@pytest.mark.parametrize("page", ["kv_cache", "engine"])
+def test_code_in_the_page_runs(page: str) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```", TEXT[f"docs/{page}.md"], re.M | re.S)
     with torch.random.fork_rng():
         exec(block, {})
 
@@ -201,6 +202,25 @@ def test_bytes_of_the_cache() -> None:
     ours = GPTConfig()
     assert list(map(number, rows[0][1:7])) == [ours.n_layer, ours.n_head, ours.n_kv_head, ours.width_of_head, 4, 512]
     assert number(rows[3][8]) == 2_147_483_648
+
+
+def test_bytes_of_each_kind_of_cache() -> None:
+    shape, ids = GPTConfig(), random_ids(1, 200)
+    caches = {
+        "DynamicCache": DynamicCache(shape),
+        "StaticCache": StaticCache(shape, capacity=200),
+        "SlidingCache": SlidingCache(shape, window=64),
+        "QuantizedCache": QuantizedCache(shape, capacity=200),
+        "PagedCache": BlockPool(shape, 40).cache(),
+    }
+    model = CachedGPT(shape).eval()
+    with torch.inference_mode():
+        for row in table(TEXT["docs/kv_cache.md"], "kind"):
+            cache = caches.pop(row[0])
+            model.extend(ids, cache)
+            assert number(row[3]) == cache.nbytes(), row[0]
+    assert not caches
+    assert 2 * shape.n_layer * 200 * shape.n_kv_head * (shape.width_of_head + 4) == 326_400
 
 
 def test_operations_per_token() -> None:

@@ -2,10 +2,11 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import BLOCK, SHAPES, cached, max_diff, random_ids, tiny, tiny_config
@@ -26,7 +27,10 @@ from kv_cache import (
     kv_cache_bytes,
     quantize,
 )
+from pocketgpt.evaluation import bits_per_byte
 from pocketgpt.sampling import Settings
+from pocketgpt.token_files import TokenFile
+from pocketgpt.tokenizer import Tokenizer
 
 CHUNKINGS = ([8], [1] * 8, [3, 5], [7, 1], [1, 7], [2, 2, 4])
 EXACT = 1e-5  # float32: other matrix sizes round differently, nothing else may differ
@@ -384,6 +388,26 @@ def test_int8_says_nearly_the_same() -> None:
         expected = full(model, ids)
         logits = through(cached(model), ids, [3, 1, 12], QuantizedCache(model.config, 2))
         assert EXACT < max_diff(logits, expected) < 0.1  # of logits up to 4
+
+
+def test_what_a_cache_costs_in_bits_per_byte(tok: Tokenizer, corpus: str) -> None:
+    class File(TokenFile):
+        def __init__(self) -> None: ...
+
+        def val_windows(self, block_size: int, **_: Any) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            ids = np.array(tok.encode(corpus)[: 8 * block_size + 1])
+            yield ids[:-1].reshape(8, -1), ids[1:].reshape(8, -1)
+
+    twin = cached(tiny(vocab_size=tok.vocab_size))
+
+    def bits(new: Callable[[int], KVCache] | None) -> float:
+        through = (lambda ids: twin.extend(ids, new(len(ids)))) if new else None
+        return bits_per_byte(twin, tok, File(), torch.float32, through=through)
+
+    plain = bits(None)
+    assert abs(bits(twin.new_cache) - plain) < 1e-6
+    assert abs(bits(lambda rows: twin.new_pool(rows * BLOCK).cache(rows)) - plain) < 1e-6
+    assert 1e-6 < abs(bits(lambda rows: QuantizedCache(twin.config, rows)) - plain) < 0.01  # of 3.7
 
 
 def test_a_fork_shares_its_past_and_copies_what_it_writes() -> None:

@@ -216,6 +216,7 @@ def test_filters_of_several_rows_at_once_are_those_of_each() -> None:
     for scale in (3, 200):  # with 200, the most probable id has a mass that is rounded to 1
         logits = torch.randn(9, 97, generator=torch.Generator().manual_seed(0)) * scale
         together = filter_logits(logits, MIXED)
+        assert torch.equal(together[[0, -1]], logits[[0, -1]])  # no filter at all
         for row, chosen in enumerate(MIXED):
             assert torch.equal(together[row : row + 1], filter_logits(logits[row : row + 1], chosen)), chosen
 
