@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pocketgpt import checkpoint, sampling
+from pocketgpt import checkpoint, kernels, sampling
 from pocketgpt.errors import UserError
 
 # What makes each of the world's shapes, apart from its size.
@@ -164,6 +164,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float 
     """
     length, keys, groups = q.size(2), k.size(2), q.size(1) // k.size(1)
     assert mask is not None or length in (1, keys), "several queries after cached keys need a mask"
+    if kernels.can_attend(q, k):
+        return kernels.attend(q, k, v, mask)
+    k, v = k.to(q.dtype), v.to(q.dtype)  # autocast or the cache may hold them in another type
     if q.dtype == torch.bfloat16 and q.device.type == "cpu" and length > 1 and keys <= PLAIN_KEYS and not dropout:
         # Two plain matrix products, with the queries that share a key head in one of them: the fused kernel took twice
         # as long on the processor of docs/LOG.md. It saves the memory of the scores, which is small here.
@@ -194,19 +197,24 @@ class Attention(nn.Module):
         self.q_norm = make_norm(config, self.head_dim) if config.qk_norm else nn.Identity()
         self.k_norm = make_norm(config, self.head_dim) if config.qk_norm else nn.Identity()
 
+    def project(self, x: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values, (B, T, heads x head_dim) each; packed weights make them in one product."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, keep: KeepKV | None = None
     ) -> Tensor:
         """x: (B, T, n_embd) -> the same. mask: True where a query (row) may see a key (column); None: plain causal."""
         batch, length, _ = x.shape
-        q = self.q_norm(self.q_proj(x).view(batch, length, self.n_head, self.head_dim)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(x).view(batch, length, self.n_kv_head, self.head_dim)).transpose(1, 2)
-        v = self.v_proj(x).view(batch, length, self.n_kv_head, self.head_dim).transpose(1, 2)
+        q, k, v = self.project(x)
+        q = self.q_norm(q.view(batch, length, self.n_head, self.head_dim)).transpose(1, 2)
+        k = self.k_norm(k.view(batch, length, self.n_kv_head, self.head_dim)).transpose(1, 2)
+        v = v.view(batch, length, self.n_kv_head, self.head_dim).transpose(1, 2)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         if keep is not None:
             k, v = keep(k, v)
-        y = attend(q, k.to(q.dtype), v.to(q.dtype), mask, self.dropout if self.training else 0.0)
+        y = attend(q, k, v, mask, self.dropout if self.training else 0.0)
         return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -221,9 +229,14 @@ class MLP(nn.Module):
             self.gate_proj = nn.Linear(config.n_embd, config.width_of_mlp, bias=config.bias)
         self.down_proj = nn.Linear(config.width_of_mlp, config.n_embd, bias=config.bias)
 
+    def gate_and_up(self, x: Tensor) -> Sequence[Tensor]:
+        """Both inputs of SwiGLU's product, (B, T, width_of_mlp) each; packed weights make them in one product."""
+        return self.gate_proj(x), self.up_proj(x)
+
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "swiglu":
-            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+            gate, up = self.gate_and_up(x)
+            return self.down_proj(F.silu(gate) * up)
         if self.kind == "relu2":
             return self.down_proj(F.relu(self.up_proj(x)).square())
         return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))

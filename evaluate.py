@@ -21,13 +21,12 @@ from dpo import Pair, PairRows
 from kv_cache import CachedGPT
 from pocketgpt import chat_template, checkpoint, config, evaluation, sources, tasks
 from pocketgpt import device as machine
-from pocketgpt.corpus import prepare
 from pocketgpt.errors import UserError, run
 from pocketgpt.files import sha256_file, write_json
 from pocketgpt.metrics import console
 from pocketgpt.sampling import Settings
 from pocketgpt.tokenizer import Tokenizer
-from pretrain import documents
+from pretrain import held_out
 
 STAGES = {"base": "base", "sft": "SFT", "control": "SFT on chosen", "dpo": "DPO"}
 CHATS = (
@@ -95,9 +94,7 @@ def measure(
 
 def held_out_bits(out: Path, stages: list[str], device: torch.device) -> dict[str, float]:
     """Bits per byte of every stage on the text that pretraining held out."""
-    run_config = checkpoint.load(out / "ckpt_base.pt").run_config
-    data = config.DataConfig(**run_config["data"])
-    corpus = prepare(*documents(data), run_config["vocab_size"], Path(run_config["cache"]))
+    corpus = held_out(checkpoint.load(out / "ckpt_base.pt"))
     dtype, _ = machine.pick_dtype("auto", device)
     bits = {}
     for stage in stages:

@@ -24,7 +24,7 @@ from base_model import GPT, GPTConfig
 from data import shakespeare
 from pocketgpt import checkpoint, config, sources, tasks
 from pocketgpt import device as machine
-from pocketgpt.corpus import Documents, chain, prepare
+from pocketgpt.corpus import Corpus, Documents, chain, prepare
 from pocketgpt.errors import run
 from pocketgpt.evaluation import bits_per_byte
 from pocketgpt.loss import linear_cross_entropy
@@ -85,6 +85,12 @@ def documents(data: config.DataConfig) -> tuple[Documents, Documents, str]:
         train_docs = chain(train_docs, lambda: drills)
         source += sources.digest(drills)
     return train_docs, val_docs, source
+
+
+def held_out(base: checkpoint.Checkpoint) -> Corpus:
+    """The corpus that a base checkpoint was trained on, whose val split it has not seen."""
+    data = config.DataConfig(**base.run_config["data"])
+    return prepare(*documents(data), base.run_config["vocab_size"], Path(base.run_config["cache"]))
 
 
 def main() -> None:

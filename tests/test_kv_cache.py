@@ -728,3 +728,10 @@ def test_caches_are_freed_without_the_garbage_collector() -> None:
             assert gone() is None
     finally:
         gc.enable()
+
+
+def test_a_dynamic_cache_of_a_packed_model_keeps_keys_and_values_only() -> None:
+    model = cached(tiny()).pack("float32")
+    cache = DynamicCache(model.config)
+    model(random_ids(1, 6), cache)
+    assert cache.nbytes() == kv_cache_bytes(model.config, 1, 6, 4)

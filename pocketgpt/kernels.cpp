@@ -1,0 +1,291 @@
+// The two inner loops of decoding on a CPU: a few rows times packed weights, and attention over cached keys and values.
+//
+// A decode step reads every weight once and does little else, so its floor is bytes of weights over memory bandwidth.
+// These loops stay near it in every weight format, because weights are widened in registers on their way to float32
+// multiply-adds; docs/LOG.md has the comparison with torch's own kernels. Every output is one dot product, always
+// summed in the same order, so a row's result does not depend, to the last bit, on what other rows are in the batch.
+//
+// Portable C++ with the vector extensions that gcc and clang share; one conversion is spelled out for AVX-512.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int LANES = 16;
+constexpr int GROUP = 32;  // int4 weights that share a scale
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef int8_t Bytes __attribute__((vector_size(16)));
+
+struct Nibbles {  // int4: 16 bytes hold GROUP values, the first half of them in the low nibbles, each plus 8
+  uint8_t pair;
+};
+
+template <typename V, typename P>
+inline V load(const P* p) {
+  V v;
+  std::memcpy(&v, p, sizeof(V));
+  return v;
+}
+
+inline Floats widen(const float* p) { return load<Floats>(p); }
+
+inline Floats widen(const at::BFloat16* p) {  // bfloat16 is the upper half of a float32
+  Ints bits = __builtin_convertvector(load<Halves>(p), Ints) << 16;
+  return load<Floats>(&bits);
+}
+
+inline Ints widen_bytes(Bytes b) {
+#ifdef __AVX512F__  // gcc 12 takes this conversion apart into single bytes
+  return (Ints)_mm512_cvtepi8_epi32((__m128i)b);
+#else
+  return __builtin_convertvector(b, Ints);
+#endif
+}
+
+inline Floats widen(const int8_t* p) { return __builtin_convertvector(widen_bytes(load<Bytes>(p)), Floats); }
+
+inline float one(const float* p) { return *p; }
+inline float one(const at::BFloat16* p) { return static_cast<float>(*p); }
+inline float one(const int8_t* p) { return *p; }
+
+inline float sum(Floats v) {
+  for (int half = LANES / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) v[i] += v[i + half];
+  return v[0];
+}
+
+// acc[m][n] += x[m] . w[n] for MR rows of x and NR rows of w; `stride` is the distance of w's rows.
+template <int MR, int NR, typename W>
+inline void dots(const float* x, const W* w, const float*, int64_t K, int64_t stride, float (&out)[MR][NR]) {
+  Floats acc[MR][NR] = {};
+  int64_t k = 0;
+  for (; k + LANES <= K; k += LANES) {
+    Floats a[MR];
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m) a[m] = widen(x + m * K + k);
+#pragma GCC unroll 8
+    for (int n = 0; n < NR; ++n) {
+      __builtin_prefetch(reinterpret_cast<const char*>(w + n * stride + k) + 2048);
+      Floats b = widen(w + n * stride + k);
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; ++m) acc[m][n] += a[m] * b;
+    }
+  }
+  for (int m = 0; m < MR; ++m)
+    for (int n = 0; n < NR; ++n) {
+      float total = sum(acc[m][n]);
+      for (int64_t r = k; r < K; ++r) total += x[m * K + r] * one(w + n * stride + r);
+      out[m][n] = total;
+    }
+}
+
+template <int MR, int NR>
+inline void dots(const float* x, const Nibbles* w, const float* scale, int64_t K, int64_t stride, float (&out)[MR][NR]) {
+  Floats acc[MR][NR] = {};
+  for (int64_t k = 0; k < K; k += GROUP) {
+    Floats low[MR], high[MR];
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m) low[m] = widen(x + m * K + k), high[m] = widen(x + m * K + k + LANES);
+#pragma GCC unroll 8
+    for (int n = 0; n < NR; ++n) {
+      const Nibbles* p = w + n * stride + k / 2;
+      __builtin_prefetch(reinterpret_cast<const char*>(p) + 1024);
+      Ints pair = widen_bytes(load<Bytes>(p));
+      float s = scale[n * (K / GROUP) + k / GROUP];
+      Floats b0 = __builtin_convertvector((pair & 15) - 8, Floats) * s;
+      Floats b1 = __builtin_convertvector(((pair >> 4) & 15) - 8, Floats) * s;
+#pragma GCC unroll 8
+      for (int m = 0; m < MR; ++m) acc[m][n] += low[m] * b0 + high[m] * b1;
+    }
+  }
+  for (int m = 0; m < MR; ++m)
+    for (int n = 0; n < NR; ++n) out[m][n] = sum(acc[m][n]);
+}
+
+struct Product {
+  const float *x, *scale, *bias;
+  float* y;
+  int64_t M, N, K;
+};
+
+template <int MR, int NR, typename W>
+inline void tile(const Product& p, const W* w, int64_t m, int64_t n) {
+  constexpr bool grouped = std::is_same_v<W, Nibbles>;
+  const int64_t stride = grouped ? p.K / 2 : p.K;
+  float out[MR][NR];
+  dots<MR, NR>(p.x + m * p.K, w + n * stride, grouped ? p.scale + n * (p.K / GROUP) : nullptr, p.K, stride, out);
+  for (int i = 0; i < MR; ++i)
+    for (int j = 0; j < NR; ++j) {
+      // fma by name: left to the compiler, the tiles of different sizes would round differently
+      const float s = p.scale && !grouped ? p.scale[n + j] : 1.0f;
+      p.y[(m + i) * p.N + n + j] = std::fma(out[i][j], s, p.bias ? p.bias[n + j] : 0.0f);
+    }
+}
+
+template <int NR, typename W>
+inline void column(const Product& p, const W* w, int64_t first, int64_t last, int64_t n) {
+  int64_t m = first;
+  if constexpr (NR <= 4)
+    for (; m + 4 <= last; m += 4) tile<4, NR>(p, w, m, n);
+  for (; m < last; ++m) tile<1, NR>(p, w, m, n);
+}
+
+template <typename W>
+void multiply(const Product& p, const W* w) {
+  constexpr int64_t ROWS = 96;  // of x, which stay in the second-level cache while the weights pass by
+  at::parallel_for(0, (p.N + 7) / 8, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t first = 0; first < p.M; first += ROWS) {
+      const int64_t last = std::min(p.M, first + ROWS);
+      int64_t n = begin * 8;
+      const int64_t stop = std::min(p.N, end * 8);
+      if (p.M == 1)
+        for (; n + 8 <= stop; n += 8) column<8>(p, w, first, last, n);
+      for (; n + 4 <= stop; n += 4) column<4>(p, w, first, last, n);
+      for (; n < stop; ++n) column<1>(p, w, first, last, n);
+    }
+  });
+}
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const OptionalTensor& scale, const OptionalTensor& bias) {
+  const int64_t K = x.size(-1), N = w.size(0);
+  auto sizes = x.sizes().vec();
+  sizes.back() = N;
+  const at::Tensor flat = x.contiguous(), y = at::empty(sizes, x.options());
+  const Product p{flat.const_data_ptr<float>(), scale ? scale->const_data_ptr<float>() : nullptr,
+                  bias ? bias->const_data_ptr<float>() : nullptr, y.mutable_data_ptr<float>(), x.numel() / K, N, K};
+  switch (w.scalar_type()) {
+    case at::kFloat: multiply(p, w.const_data_ptr<float>()); break;
+    case at::kBFloat16: multiply(p, w.const_data_ptr<at::BFloat16>()); break;
+    case at::kChar: multiply(p, w.const_data_ptr<int8_t>()); break;
+    default: multiply(p, reinterpret_cast<const Nibbles*>(w.const_data_ptr<uint8_t>()));
+  }
+  return y;
+}
+
+// e^x for x <= 0: 2^n times a polynomial (Cephes); relative error below 2e-7.
+inline Floats exponential(Floats x) {
+  const Floats t = x * 1.44269504f;
+  Ints n = __builtin_convertvector(t - 0.5f, Ints);  // rounds to nearest for t <= 0, where conversion rounds up
+  const Floats f = __builtin_convertvector(n, Floats);
+  const Floats r = x - f * 0.693359375f + f * 2.12194440e-4f;
+  Floats p = 1.9875691500e-4f * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  n = n < -126 ? Ints{} - 127 : n;  // below the smallest normal number: zero
+  Ints scale = (n + 127) << 23;
+  return p * load<Floats>(&scale);
+}
+
+// One query against `keys` keys: out = softmax(scale q k^T) v. `scores` is scratch for keys + LANES floats.
+template <typename T>
+void attend_one(const float* q, const T* k, const T* v, const bool* seen, int64_t keys, int64_t D, int64_t k_stride,
+                int64_t v_stride, float scale, float* scores, float* out) {
+  for (int64_t s = 0; s < keys; s += 4) {
+    Floats acc[4] = {};
+    const int64_t n = std::min<int64_t>(4, keys - s);
+    int64_t d = 0;
+    for (; d + LANES <= D; d += LANES) {
+      const Floats a = widen(q + d);
+      if (n == 4)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) acc[i] += a * widen(k + (s + i) * k_stride + d);
+      else
+        for (int i = 0; i < n; ++i) acc[i] += a * widen(k + (s + i) * k_stride + d);
+    }
+    for (int i = 0; i < n; ++i) {
+      float total = sum(acc[i]);
+      for (int64_t r = d; r < D; ++r) total += q[r] * one(k + (s + i) * k_stride + r);
+      scores[s + i] = seen && !seen[s + i] ? -INFINITY : total * scale;
+    }
+  }
+  const float top = *std::max_element(scores, scores + keys);
+  std::fill(scores + keys, scores + keys + LANES, -INFINITY);
+  Floats mass = {};
+  for (int64_t s = 0; s < keys; s += LANES) {
+    const Floats shifted = load<Floats>(scores + s) - top;
+    const Floats p = exponential(shifted < -100.0f ? Floats{} - 100.0f : shifted);
+    const Floats kept = shifted < -100.0f ? Floats{} : p;
+    std::memcpy(scores + s, &kept, sizeof(kept));
+    mass += kept;
+  }
+  const float share = 1.0f / sum(mass);
+  constexpr int WIDE = 4;  // vectors of the output that are summed at once
+  int64_t d = 0;
+  for (; d + WIDE * LANES <= D; d += WIDE * LANES) {
+    Floats acc[2][WIDE] = {};
+    int64_t s = 0;
+    for (; s + 2 <= keys; s += 2)
+#pragma GCC unroll 4
+      for (int i = 0; i < WIDE; ++i) {
+        acc[0][i] += scores[s] * widen(v + s * v_stride + d + i * LANES);
+        acc[1][i] += scores[s + 1] * widen(v + (s + 1) * v_stride + d + i * LANES);
+      }
+    for (; s < keys; ++s)
+      for (int i = 0; i < WIDE; ++i) acc[0][i] += scores[s] * widen(v + s * v_stride + d + i * LANES);
+    for (int i = 0; i < WIDE; ++i) {
+      const Floats total = (acc[0][i] + acc[1][i]) * share;
+      std::memcpy(out + d + i * LANES, &total, sizeof(total));
+    }
+  }
+  for (; d < D; ++d) {
+    float total = 0;
+    for (int64_t s = 0; s < keys; ++s) total += scores[s] * one(v + s * v_stride + d);
+    out[d] = total * share;
+  }
+}
+
+template <typename T>
+void attend_all(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask, at::Tensor& y) {
+  const int64_t B = q.size(0), H = q.size(1), L = q.size(2), D = q.size(3), S = k.size(2), group = H / k.size(1);
+  const float scale = 1.0f / std::sqrt(static_cast<float>(D));
+  at::parallel_for(0, B * H * L, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> scores(S + LANES);
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t t = task % L, h = task / L % H, b = task / L / H;
+      const bool* seen = nullptr;
+      if (mask)
+        seen = mask->const_data_ptr<bool>() + (mask->size(0) > 1 ? b * mask->stride(0) : 0) + t * mask->stride(-2);
+      attend_one(q.const_data_ptr<float>() + b * q.stride(0) + h * q.stride(1) + t * q.stride(2),
+                 k.const_data_ptr<T>() + b * k.stride(0) + h / group * k.stride(1),
+                 v.const_data_ptr<T>() + b * v.stride(0) + h / group * v.stride(1), seen,
+                 mask ? S : S - L + t + 1, D, k.stride(2), v.stride(2), scale, scores.data(),
+                 y.mutable_data_ptr<float>() + ((b * H + h) * L + t) * D);
+    }
+  });
+}
+
+at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask) {
+  at::Tensor y = at::empty(q.sizes(), q.options());
+  if (k.scalar_type() == at::kFloat) attend_all<float>(q, k, v, mask, y);
+  else attend_all<at::BFloat16>(q, k, v, mask, y);
+  return y;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(pocketgpt, m) {
+  m.def("linear(Tensor x, Tensor w, Tensor? scale, Tensor? bias) -> Tensor");
+  m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? mask) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(pocketgpt, CPU, m) {
+  m.impl("linear", &linear);
+  m.impl("attend", &attend);
+}

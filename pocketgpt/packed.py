@@ -1,0 +1,118 @@
+"""Weights in fewer bytes, for inference: a decode step reads every weight once, so fewer bytes are more tokens per second.
+
+    float32    as trained                                                       4      bytes per weight
+    bfloat16   rounded to 8 bits of mantissa                                    2
+    int8       one float32 scale per output channel                             1
+    int4       one float32 scale per 32 weights along the input                 0.625
+
+Only weights are rounded: activations, sums, keys and values stay float32, which makes a packed model exactly the float32
+model whose weights went through `rounded`, and kv_cache.py proves it so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pocketgpt import kernels
+from pocketgpt.errors import UserError
+
+Model = TypeVar("Model", bound=nn.Module)
+
+FORMATS = ("float32", "bfloat16", "int8", "int4")
+GROUP = 32  # int4 weights that share a scale; kernels.cpp relies on it
+
+
+def pack(weight: Tensor, format: str) -> tuple[Tensor, Tensor | None]:
+    """weight (N, K) -> (packed weight, float32 scales or None).
+
+    int8: (N, K) int8 and scales (N,). int4: (N, K/2) uint8 and scales (N, K/32); within each group of 32 the byte i holds
+    value i in its low half and value i + 16 in its high half, each plus 8.
+
+    Raises:
+        UserError: for an unknown format, or int4 with K not divisible by 32.
+    """
+    if format == "float32":
+        return weight.float(), None
+    if format == "bfloat16":
+        return weight.bfloat16(), None
+    if format == "int8":
+        scale = weight.abs().amax(1).clamp_min(1e-12) / 127
+        return (weight / scale[:, None]).round().to(torch.int8), scale.float()
+    if format != "int4":
+        raise UserError(f"quant={format} is not known: choose one of {', '.join(FORMATS)}")
+    if weight.size(1) % GROUP:
+        raise UserError(f"int4 packs {GROUP} weights together, and this model has {weight.size(1)} in a row: use int8")
+    groups = weight.unflatten(1, (-1, GROUP))
+    # The largest value becomes -8, the only end of the range that has no mirror image, as llama.cpp's Q4_0 does.
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    scale = torch.where(largest == 0, torch.ones_like(largest), largest / -8)
+    values = ((groups / scale).round().clamp(-8, 7) + 8).to(torch.uint8)
+    low, high = values.chunk(2, dim=-1)
+    return (low | (high << 4)).flatten(1), scale.squeeze(-1).float()
+
+
+def unpack(weight: Tensor, scale: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The (N, K) weights that packed ones stand for."""
+    if scale is None:
+        return weight.to(dtype)
+    if weight.dtype == torch.int8:
+        return weight.to(dtype) * scale[:, None].to(dtype)
+    pairs = weight.unflatten(1, (-1, GROUP // 2))
+    values = torch.cat((pairs & 15, pairs >> 4), dim=-1).to(dtype) - 8
+    return (values * scale[..., None].to(dtype)).flatten(1)
+
+
+class PackedLinear(nn.Module):
+    """Linear layers over the same input as one matrix of packed weights, so that one product serves them all."""
+
+    weight: Tensor
+    scale: Tensor | None
+    bias: Tensor | None
+
+    def __init__(self, layers: Sequence[nn.Linear | nn.Embedding], format: str) -> None:
+        super().__init__()
+        with torch.no_grad():
+            weight, scale = pack(torch.cat([layer.weight for layer in layers]), format)
+            biases: list[Tensor] = [
+                layer.bias for layer in layers if isinstance(layer, nn.Linear) and layer.bias is not None
+            ]
+        self.register_buffer("weight", weight.contiguous())
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", torch.cat(biases) if biases else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., K) float32 -> (..., N) float32."""
+        if kernels.loaded and x.device.type == "cpu":
+            return kernels.linear(x, self.weight, self.scale, self.bias)
+        return F.linear(x, unpack(self.weight, self.scale), self.bias)
+
+
+class PackedEmbedding(nn.Module):
+    """Rows of a packed matrix: of the embedding, or of the head that is tied to it, in the same memory."""
+
+    weight: Tensor
+    scale: Tensor | None
+
+    def __init__(self, matrix: PackedLinear) -> None:
+        super().__init__()
+        self.register_buffer("weight", matrix.weight)
+        self.register_buffer("scale", matrix.scale)
+
+    def forward(self, idx: Tensor) -> Tensor:
+        """ids (...) int64 -> (..., K) float32."""
+        scale = self.scale[idx.flatten()] if self.scale is not None else None
+        return unpack(self.weight[idx.flatten()], scale).unflatten(0, idx.shape)
+
+
+@torch.no_grad()
+def rounded(model: Model, format: str) -> Model:
+    """The model itself, after replacing every matrix that packing would round by what the packed one stands for."""
+    matrices = {name: p for name, p in model.named_parameters() if p.dim() == 2 and name != "position.weight"}
+    for parameter in matrices.values():  # a tied one comes once
+        parameter.copy_(unpack(*pack(parameter, format)))
+    return model

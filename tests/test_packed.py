@@ -1,0 +1,186 @@
+"""Packed weights and the C++ kernels against plain float32 arithmetic on the weights that they stand for."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import SHAPES, cached, max_diff, random_ids, tiny
+from torch import nn
+
+from kv_cache import StaticCache
+from pocketgpt import kernels, packed
+from pocketgpt.errors import UserError
+
+EXACT = 1e-5
+
+
+@pytest.fixture(params=["kernels", "operators"])
+def with_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Both roads: the C++ kernels, and torch's operators where no compiler is."""
+    wanted = request.param == "kernels"
+    if wanted:
+        reason = kernels.build()
+        if reason:
+            pytest.skip(reason)
+    monkeypatch.setattr(kernels, "loaded", wanted)
+    yield wanted
+
+
+def test_a_machine_with_a_compiler_builds_the_kernels() -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    assert kernels.build() == ""
+    assert kernels.loaded
+
+
+def test_without_a_compiler_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert kernels.build.__wrapped__() == "no C++ compiler found (g++ or clang++)"
+
+
+def test_a_source_that_does_not_compile_is_a_reason_and_no_crash(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if kernels.compiler() is None:
+        pytest.skip("no compiler")
+    (tmp_path / "kernels.cpp").write_text("int main() { return missing; }\n")
+    monkeypatch.setattr(kernels, "SOURCE", tmp_path / "kernels.cpp")
+    monkeypatch.setenv("POCKETGPT_CACHE", str(tmp_path / "cache"))
+    assert "do not compile" in kernels.build.__wrapped__()
+    assert list((tmp_path / "cache").iterdir()) == []  # nothing half-written
+
+
+def test_int8_and_int4_by_hand() -> None:
+    weight, scale = packed.pack(torch.tensor([[1.27, -0.5, 0.004, 0.0]]), "int8")
+    assert weight.tolist() == [[127, -50, 0, 0]]
+    assert scale is not None
+    assert scale.tolist() == pytest.approx([0.01])
+    row = torch.zeros(1, 32)
+    row[0, 0], row[0, 1], row[0, 16], row[0, 31] = 0.8, -0.3, 0.1, -0.7
+    weight, scale = packed.pack(row, "int4")  # the largest, 0.8, becomes -8: the scale is -0.1
+    assert scale is not None
+    assert scale.tolist() == [[pytest.approx(-0.1)]]
+    # value + 8, from the low half of byte 0: -8, 3; high half: -1; and 7 in byte 15's
+    assert weight[0, 0].item() == 0 | (7 << 4)
+    assert weight[0, 1].item() == 11 | (8 << 4)
+    assert weight[0, 15].item() == 8 | (15 << 4)
+    assert max_diff(packed.unpack(weight, scale), row) < 1e-7
+
+
+@pytest.mark.parametrize("format", packed.FORMATS)
+def test_rounding_stays_within_half_a_step(format: str) -> None:
+    weight = torch.randn(24, 96, generator=torch.Generator().manual_seed(0))
+    back = packed.unpack(*packed.pack(weight, format))
+    error = (back - weight).abs()
+    largest = weight.abs().amax(1, keepdim=True)
+    bound = {
+        "float32": torch.zeros(()),
+        "bfloat16": weight.abs() * 2**-8,
+        "int8": largest / 254,
+        "int4": weight.unflatten(1, (-1, 32)).abs().amax(-1).repeat_interleave(32, 1) / 8,  # the end without a mirror
+    }[format]
+    assert bool((error <= bound * 1.001).all())
+
+
+def test_rows_of_zeros_stay_zeros() -> None:
+    for format in packed.FORMATS:
+        assert packed.unpack(*packed.pack(torch.zeros(3, 64), format)).abs().sum() == 0, format
+
+
+def test_unknown_formats_and_widths_that_int4_cannot_pack_are_refused() -> None:
+    with pytest.raises(UserError, match="quant=int3 is not known: choose one of float32, bfloat16, int8, int4"):
+        packed.pack(torch.zeros(2, 32), "int3")
+    with pytest.raises(UserError, match="this model has 48 in a row: use int8"):
+        packed.pack(torch.zeros(2, 48), "int4")
+
+
+@pytest.mark.parametrize("format", packed.FORMATS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_layer_equals_float32_arithmetic_on_what_it_stands_for(
+    format: str, bias: bool, with_kernels: bool
+) -> None:
+    torch.manual_seed(0)
+    for n, k in ((1, 32), (7, 64), (13, 96), (64, 384), (100, 1056)):
+        layers = [nn.Linear(k, n, bias=bias), nn.Linear(k, 5, bias=bias)]
+        layer = packed.PackedLinear(layers, format)
+        weight = torch.cat([packed.unpack(*packed.pack(one.weight, format)) for one in layers])
+        for shape in ((1, k), (2, 3, k), (5, k), (130, k)):
+            x = torch.randn(shape)
+            right = F.linear(x, weight, torch.cat([one.bias for one in layers]) if bias else None)
+            assert max_diff(layer(x), right) < EXACT, (n, k, shape)
+
+
+@pytest.mark.parametrize("format", ["float32", "bfloat16", "int8"])
+def test_widths_that_are_no_multiple_of_the_vectors(format: str, with_kernels: bool) -> None:
+    torch.manual_seed(0)
+    for k in (1, 12, 17, 50):
+        one = nn.Linear(k, 9)
+        x = torch.randn(3, k)
+        right = F.linear(x, packed.unpack(*packed.pack(one.weight, format)), one.bias)
+        assert max_diff(packed.PackedLinear([one], format)(x), right) < EXACT
+
+
+@pytest.mark.parametrize("format", packed.FORMATS)
+def test_a_row_does_not_depend_on_the_others_to_the_last_bit(format: str) -> None:
+    if kernels.build():
+        pytest.skip(kernels.build())
+    torch.manual_seed(0)
+    layer = packed.PackedLinear([nn.Linear(96, 37)], format)
+    x = torch.randn(33, 96)
+    together = layer(x)
+    for rows in (slice(0, 1), slice(3, 5), slice(7, 12), slice(20, 33)):
+        assert torch.equal(layer(x[rows]), together[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(1, 1, 12), (4, 2, 16), (6, 1, 64), (3, 3, 80)])
+def test_attention_of_the_kernels_equals_torchs(dtype: torch.dtype, heads: int, kv_heads: int, width: int) -> None:
+    if kernels.build():
+        pytest.skip(kernels.build())
+    torch.manual_seed(0)
+    for length, keys in ((1, 1), (1, 3), (1, 200), (5, 5), (3, 40), (32, 90)):
+        q = torch.randn(2, length, heads, width).transpose(1, 2)  # as Attention hands it over
+        k, v = torch.randn(2, 2, kv_heads, 256, width).to(dtype)[:, :, :, :keys]  # slices of a longer cache
+        causal = torch.ones(length, keys, dtype=torch.bool).tril(keys - length)
+        ragged = causal & (torch.arange(keys) >= torch.tensor([0, keys // 3])[:, None])[:, None, None]
+        ragged |= torch.eye(keys, dtype=torch.bool)[keys - length :]
+        for mask in (None, causal, ragged):
+            shown = causal if mask is None else mask
+            right = F.scaled_dot_product_attention(q, k.float(), v.float(), attn_mask=shown, enable_gqa=True)
+            assert max_diff(kernels.attend(q, k, v, mask), right) < 2e-6, (length, keys)
+
+
+def test_attention_of_far_apart_scores_is_finite_and_right() -> None:
+    if kernels.build():
+        pytest.skip(kernels.build())
+    q = torch.full((1, 1, 1, 16), 100.0)
+    k = torch.linspace(-30, 30, 40)[None, None, :, None].expand(1, 1, 40, 16).contiguous()
+    v = torch.randn(1, 1, 40, 16)
+    assert max_diff(kernels.attend(q, k, v, None), F.scaled_dot_product_attention(q, k, v)) < 1e-6
+
+
+@pytest.mark.parametrize("shape", [name for name in SHAPES if "wide" not in name and "swiglu" not in name])
+@pytest.mark.parametrize("format", packed.FORMATS)
+@torch.no_grad()
+def test_a_packed_model_is_the_model_with_rounded_weights(shape: str, format: str, with_kernels: bool) -> None:
+    model = tiny(**SHAPES[shape], n_inner=64)
+    ids = random_ids(2, 20)
+    fast = cached(model).pack(format)
+    right = packed.rounded(model, format)(ids)
+    for chunks in ([20], [1] * 20, [7, 1, 12]):
+        cache = StaticCache(model.config, 2)
+        rows = [fast(part, cache)[0] for part in ids.split(chunks, dim=1)]
+        assert max_diff(torch.cat(rows, dim=1), right) < 2e-5, chunks
+
+
+def test_the_cost_of_a_format_is_its_bytes() -> None:
+    model = cached(tiny(n_embd=64, n_head=2, n_kv_head=2, n_inner=64))
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    size = {}
+    for format in packed.FORMATS:
+        fast = cached(tiny(n_embd=64, n_head=2, n_kv_head=2, n_inner=64)).pack(format)
+        size[format] = sum(b.nbytes for n, b in fast.named_buffers() if n.endswith("weight"))
+    assert size == {"float32": 4 * matrices, "bfloat16": 2 * matrices, "int8": matrices, "int4": matrices // 2}
