@@ -94,7 +94,9 @@ def help_text(name: str) -> str:
 
 def first_cause(error: BaseException) -> str:
     """The innermost message, in one line and without the advice that would not apply here."""
-    while error.__cause__ is not None:
+    seen: set[int] = set()  # under a tracer (debugger, coverage) OmegaConf makes an error its own cause
+    while error.__cause__ is not None and id(error) not in seen:
+        seen.add(id(error))
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = [

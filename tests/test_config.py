@@ -1,6 +1,7 @@
 """The configuration files: documented, complete, and strict."""
 
 import re
+import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,17 @@ def test_bad_overrides_are_one_line_that_names_them(arguments: list[str], messag
     with pytest.raises(UserError) as error:
         config.load("pretrain", pretrain.Config, arguments)
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_bad_override_under_a_tracer_is_the_same_line() -> None:
+    """A debugger or coverage sets one, and OmegaConf then makes errors their own cause."""
+    before = sys.gettrace()
+    sys.settrace(lambda *_: None)
+    try:
+        with pytest.raises(UserError, match="lrr"):
+            config.load("pretrain", pretrain.Config, ["train.lrr=1"])
+    finally:
+        sys.settrace(before)
 
 
 def test_unknown_model_key_is_an_error() -> None:
