@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -68,6 +69,8 @@ def load(name: str, schema: type[T], arguments: list[str] | None = None) -> T:
     flag = next((a for a in arguments if a.startswith("-")), None)
     if flag:
         raise UserError(f"{flag}: options are written key=value here; python {name}.py --help lists the keys")
+    # Under a tracer (debugger, coverage) OmegaConf would shorten its messages and make errors their own cause.
+    os.environ["OC_CAUSE"] = "0"
     try:
         with initialize_config_dir(str(CONFIGS), version_base=None):
             raw = compose(name, overrides=arguments)
@@ -94,9 +97,7 @@ def help_text(name: str) -> str:
 
 def first_cause(error: BaseException) -> str:
     """The innermost message, in one line and without the advice that would not apply here."""
-    seen: set[int] = set()  # under a tracer (debugger, coverage) OmegaConf makes an error its own cause
-    while error.__cause__ is not None and id(error) not in seen:
-        seen.add(id(error))
+    while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = [

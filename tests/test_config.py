@@ -89,7 +89,7 @@ def test_a_bad_override_under_a_tracer_is_the_same_line() -> None:
     before = sys.gettrace()
     sys.settrace(lambda *_: None)
     try:
-        with pytest.raises(UserError, match="lrr"):
+        with pytest.raises(UserError, match=r"train\.lrr"):
             config.load("pretrain", pretrain.Config, ["train.lrr=1"])
     finally:
         sys.settrace(before)
