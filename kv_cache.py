@@ -171,28 +171,29 @@ class StaticCache(KVCache):
     ) -> None:
         super().__init__(config, batch_size, starts)
         self.capacity = capacity or config.block_size
-        shape = (config.n_layer, batch_size, config.n_kv_head, self.capacity, config.width_of_head)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        shape = (batch_size, config.n_kv_head, self.capacity, config.width_of_head)
+        # A tensor per layer: in one for all, the compiled step would copy everything to write one token (docs/LOG.md).
+        self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
+        self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         end = self.length + k.size(2)
         check_capacity(end, self.capacity)
-        self.k[layer, :, :, self.length : end] = k
-        self.v[layer, :, :, self.length : end] = v
-        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+        self.k[layer][:, :, self.length : end] = k
+        self.v[layer][:, :, self.length : end] = v
+        return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
 
     def crop(self, length: int) -> None:
         check_crop(length, self.length)
         self.length = length
 
     def select(self, rows: Tensor) -> None:
-        self.k, self.v = self.k[:, rows], self.v[:, rows]
+        self.k, self.v = [k[rows] for k in self.k], [v[rows] for v in self.v]
         self.starts = self.starts[rows] if self.starts is not None else None
         self.batch_size = len(rows)
 
     def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+        return sum(tensor.nbytes for tensor in (*self.k, *self.v))
 
 
 class SlidingCache(KVCache):
@@ -589,8 +590,29 @@ class PackedMLP(MLP):
         return self.gate_up_proj(x).chunk(2, dim=-1)
 
 
+def decode_step(model: GPT, idx: Tensor, position: Tensor, k: list[Tensor], v: list[Tensor], length: int) -> Tensor:
+    """One token per row on a StaticCache's tensors, as `extend` does it, in the form that compiles to one graph.
+
+    idx (B, 1); position (1,) of the token; length: tokens held after the step, which is all that attention reads.
+    """
+
+    def keep(layer: int, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
+        k[layer][:, :, position] = new_k
+        v[layer][:, :, position] = new_v
+        return k[layer][:, :, :length], v[layer][:, :, :length]
+
+    return model.hidden_states(idx, position, None, [partial(keep, layer) for layer in range(len(k))])
+
+
+def about_inputs(guards: Sequence[Any]) -> list[bool]:
+    """Which of dynamo's guards to keep: those on the step's tensors and on torch's own state."""
+    return [not guard.is_global and not guard.name.startswith(("model", "L['model']")) for guard in guards]
+
+
 class CachedGPT(GPT):
     """GPT with the same parameters, under the same names, that carries a cache from call to call."""
+
+    step: Callable[..., Tensor] | None = None  # the compiled decode_step
 
     @torch.no_grad()
     def forward(self, idx: Tensor, past_kv: KVCache | None = None) -> tuple[Tensor, KVCache]:
@@ -623,9 +645,30 @@ class CachedGPT(GPT):
             block.attn, block.mlp = PackedAttention(block.attn, format), PackedMLP(block.mlp, format)
         return self
 
+    def compile_decode(self) -> Self:
+        """Compile the step of one token per row, on first use: tens of seconds, or a few once inductor has it on disk.
+
+        One graph serves every length and capacity. Needs a C++ compiler on the CPU; torch says so if there is none.
+        """
+        # The weights are frozen into the graph, which is therefore this model's alone. Checking at each step that no
+        # module has changed took a quarter of the step.
+        frozen = {"cpp_wrapper": True, "freezing": True, "guard_filter_fn": about_inputs}
+        self.step = torch.compile(  # type: ignore[call-overload]  # whose stubs lack isolate_recompiles
+            decode_step, fullgraph=True, dynamic=True, isolate_recompiles=True, options=frozen
+        )
+        return self
+
     def extend(self, idx: Tensor, cache: KVCache) -> Tensor:
         """Run new ids (B, T) on top of the cache: what the head reads of them, (B, T, n_embd)."""
         n = idx.size(1)
+        # Lengths of 0 and 1 would each be a graph of their own.
+        if self.step and n == 1 and isinstance(cache, StaticCache) and cache.starts is None and cache.length > 1:
+            check_capacity(cache.length + 1, cache.capacity)
+            position = cache.positions(1, idx.device)
+            # A slice starts elsewhere in memory for each token, and a graph is compiled for where its input starts.
+            hidden = self.step(self, idx.clone(), position, cache.k, cache.v, cache.length + 1)
+            cache.advance(1)
+            return hidden
         hidden = self.hidden_states(idx, cache.positions(n, idx.device), cache.mask(n, idx.device), cache.keep)
         cache.advance(n)
         return hidden
@@ -666,6 +709,8 @@ class CachedGPT(GPT):
         cache: an empty cache to use, or None for a new StaticCache.
         """
         capacity = min(self.config.block_size, idx.size(1) + max_new_tokens)
+        if self.step:
+            capacity += 1  # attention over a whole tensor, not a slice of it, would be a graph of its own
         held = cache if cache is not None else self.new_cache(idx.size(0), capacity=capacity)
         held.reset()
         began = 0
@@ -739,6 +784,7 @@ class Config:
     out: str
     device: str
     quant: str
+    compile: bool
     prompt: str
     new_tokens: int
     prompt_lengths: list[int]
@@ -928,7 +974,12 @@ def main() -> None:
     cached = CachedGPT.from_loaded(loaded, device).pack(cfg.quant)
     without_kernels = kernels.build() if device.type == "cpu" else ""
     if without_kernels:
-        console.print(f"{without_kernels}: decoding on torch's operators, which takes longer", markup=False)
+        console.print(
+            f"{without_kernels}: decoding on torch's operators, not compiled, which takes longer", markup=False
+        )
+    elif cfg.compile and device.type == "cpu":
+        console.print("compiling the decode step: ten to forty seconds, a few when torch has it in its cache")
+        cached.compile_decode()
     tok, shape = loaded.tokenizer, plain.config
     lengths = [n for n in cfg.prompt_lengths if n < shape.block_size]
     text = tok.encode(cfg.prompt)

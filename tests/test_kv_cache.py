@@ -147,7 +147,7 @@ def test_bfloat16_says_the_same_within_its_own_rounding(shape: str) -> None:
     for chunks in ([16], [1] * 16, [3, 5, 8]):
         cache = cached(model).new_cache(2)
         assert isinstance(cache, StaticCache)
-        assert cache.k.dtype == torch.bfloat16
+        assert cache.k[0].dtype == torch.bfloat16
         logits = through(cached(model), ids, chunks, cache)
         assert max_diff(logits, expected) < 0.25  # of logits up to 4; bfloat16 has 8 bits
         assert (logits.argmax(-1) == expected.argmax(-1)).float().mean() > 0.8

@@ -184,3 +184,26 @@ def test_the_cost_of_a_format_is_its_bytes() -> None:
         fast = cached(tiny(n_embd=64, n_head=2, n_kv_head=2, n_inner=64)).pack(format)
         size[format] = sum(b.nbytes for n, b in fast.named_buffers() if n.endswith("weight"))
     assert size == {"float32": 4 * matrices, "bfloat16": 2 * matrices, "int8": matrices, "int4": matrices // 2}
+
+
+def test_the_compiled_step_is_exact_one_graph_for_all_lengths_and_no_other_models() -> None:
+    if kernels.build():
+        pytest.skip(kernels.build())
+    plain = [tiny(seed=seed, n_head=4, n_kv_head=2) for seed in (0, 1)]
+    fast = [cached(model).pack("float32").compile_decode() for model in plain]
+    torch._dynamo.utils.counters.clear()
+    for model, compiled in zip(plain, fast, strict=True):
+        for length, new in ((3, 12), (9, 20), (20, 40)):  # the last one goes past block_size
+            ids = random_ids(1, length)
+            expected = model.generate(ids, new, temperature=0)
+            assert torch.equal(compiled.generate(ids, new, temperature=0), expected)
+        cache = compiled.new_cache(1)
+        ids = random_ids(1, 12)
+        rows = [compiled(part, cache)[0] for part in ids.split([4, *[1] * 8], dim=1)]
+        with torch.no_grad():
+            assert max_diff(torch.cat(rows, dim=1), model(ids)) < 1e-5
+        with pytest.raises(ValueError, match="do not fit into a cache with a capacity of 4"):
+            small = compiled.new_cache(1, capacity=4)
+            compiled(ids[:, :4], small)
+            compiled(ids[:, 4:5], small)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4  # inference and no_grad mode, two models
