@@ -10,6 +10,7 @@ runs the network on one new token only. docs/kv_cache.md tells the whole story w
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import statistics
@@ -771,9 +772,6 @@ class CachedGPT(GPT):
 
 PROOF_TOKENS = 96  # the proof covers this many positions
 PROOF_WINDOW = 24  # tokens that a sliding cache sees in it
-# A value next to the border between two steps of int8 may fall on either side, as sums are rounded; one step is worth
-# about a hundred times the tolerance in the logits. In float64, where none does, the tests know no exception.
-INT8_STEPS = 100
 
 
 @dataclass
@@ -836,10 +834,10 @@ KINDS: dict[str, Callable[..., KVCache]] = {
     "sliding": lambda config, rows, starts, device: SlidingCache(
         config, rows, starts, window=PROOF_WINDOW, slack=PROOF_TOKENS // 3, device=device
     ),
-    "int8": lambda config, rows, starts, device: QuantizedCache(config, rows, starts, device=device),
     "paged": lambda config, rows, starts, device: BlockPool(
         config, rows * -(-config.block_size // 16), device=device
     ).cache(rows, starts),
+    "int8": lambda config, rows, starts, device: QuantizedCache(config, rows, starts, device=device),
 }
 
 
@@ -859,7 +857,11 @@ def full_pass(reference: GPT, ids: Tensor, kind: str) -> Tensor:
 
 
 def prove(model: CachedGPT, reference: GPT, ids: Tensor, tolerance: float) -> list[dict[str, Any]]:
-    """Compare cached logits with the full forward pass over all positions of ids (1, T), in every way to feed them."""
+    """Compare cached logits with the full forward pass over all positions of ids (1, T), in every way to feed them.
+
+    int8 keys and values are compared in float64. In float32 another order of summing now and then puts a number on the
+    other side of a border between two steps, and a whole step of one number moved the logits of a model by up to 0.06.
+    """
     vocab = reference.config.vocab_size
     batch = torch.cat((ids, ids.flip(1), (ids + 1) % vocab))
     # Rows of a ragged batch, padded on the left: each must equal itself alone.
@@ -869,6 +871,10 @@ def prove(model: CachedGPT, reference: GPT, ids: Tensor, tolerance: float) -> li
     results = []
     with torch.inference_mode():
         for kind, new in KINDS.items():
+            if kind == "int8":
+                reference = copy.deepcopy(reference).cpu().double()  # Apple's GPUs have no float64
+                model = CachedGPT.sharing(reference)
+                ids, batch, ragged, starts = ids.cpu(), batch.cpu(), ragged.cpu(), starts.cpu()
             full, full_batch, full_short = (full_pass(reference, x, kind) for x in (ids, batch, ids[:, cut:]))
             cache = partial(new, model.config)
             outputs = {
@@ -882,7 +888,7 @@ def prove(model: CachedGPT, reference: GPT, ids: Tensor, tolerance: float) -> li
             for way, (right, got) in outputs.items():
                 difference = float((right - got).abs().max())
                 agreement = float((right.argmax(-1) == got.argmax(-1)).float().mean())
-                ok = difference <= tolerance * (INT8_STEPS if kind == "int8" else 1)
+                ok = difference <= tolerance
                 results.append(
                     {"cache": kind, "way": way, "difference": difference, "argmax_agreement": agreement, "ok": ok}
                 )
@@ -1019,7 +1025,7 @@ def main() -> None:
     with progress:
         advance = partial(progress.advance, task)
         main_race = race(cached, plain, prompt, cfg.new_tokens, cfg.repeats, device, advance)
-        by_length = [race(cached, plain, ids[:, :n], 17, cfg.repeats, device, advance) for n in lengths]
+        by_length = [race(cached, plain, ids[:, :n], 12, cfg.repeats, device, advance) for n in lengths]
     table = Table(
         "",
         "first token (ms)",
