@@ -647,16 +647,29 @@ class CachedGPT(GPT):
         return self
 
     def compile_decode(self) -> Self:
-        """Compile the step of one token per row, on first use: tens of seconds, or a few once inductor has it on disk.
+        """Compile the step of one token per row: tens of seconds, or a few once inductor has it on disk.
 
-        One graph serves every length and capacity. Needs a C++ compiler on the CPU; torch says so if there is none.
+        One graph serves every length and capacity; a batch of more than one row is compiled when it comes. Needs a C++
+        compiler on the CPU; torch says so if there is none.
         """
-        # The weights are frozen into the graph, which is therefore this model's alone. Checking at each step that no
-        # module has changed took a quarter of the step.
-        frozen = {"cpp_wrapper": True, "freezing": True, "guard_filter_fn": about_inputs}
+        # What costs as much as the weights of a small model (docs/LOG.md): checking at each step that no module has
+        # changed, which is left out; checking shapes, which `extend` fixes; threads for the few numbers between products.
+        options = {
+            "cpp_wrapper": True,
+            "guard_filter_fn": about_inputs,
+            "size_asserts": False,
+            "alignment_asserts": False,
+            "cpp.threads": 1,
+        }
         self.step = torch.compile(  # type: ignore[call-overload]  # whose stubs lack isolate_recompiles
-            decode_step, fullgraph=True, dynamic=True, isolate_recompiles=True, options=frozen
+            decode_step, fullgraph=True, dynamic=True, isolate_recompiles=True, options=options
         )
+        # Frozen, the weights are part of the graph, which is therefore this model's alone, and not its inputs.
+        cache = self.new_cache(1, capacity=4)
+        idx = torch.zeros(1, 2, dtype=torch.long, device=self.kv_place[1])
+        with torch.inference_mode(), torch._inductor.config.patch(freezing=True):
+            self.extend(idx, cache)
+            self.extend(idx[:, :1], cache)
         return self
 
     def extend(self, idx: Tensor, cache: KVCache) -> Tensor:

@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -28,9 +29,18 @@ typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 typedef int8_t Bytes __attribute__((vector_size(16)));
 
+#ifdef __AVX512F__
+constexpr int WIDE = 4;         // panels of weights at once
+#else
+constexpr int WIDE = 1;         // as many accumulators as there are registers
+#endif
+constexpr int64_t MANY = 48;    // rows from which weights are widened into a buffer first
+
 struct Nibbles {  // int4: 16 bytes hold GROUP values, the first half of them in the low nibbles, each plus 8
   uint8_t pair;
 };
+
+inline void store(float* p, Floats v) { std::memcpy(p, &v, sizeof(v)); }
 
 template <typename V, typename P>
 inline V load(const P* p) {
@@ -66,52 +76,47 @@ inline float sum(Floats v) {
   return v[0];
 }
 
-// acc[m][n] += x[m] . w[n] for MR rows of x and NR rows of w; `stride` is the distance of w's rows.
-template <int MR, int NR, typename W>
-inline void dots(const float* x, const W* w, const float*, int64_t K, int64_t stride, float (&out)[MR][NR]) {
-  Floats acc[MR][NR] = {};
-  int64_t k = 0;
-  for (; k + LANES <= K; k += LANES) {
-    Floats a[MR];
+// acc[m][v] += x[m] . (outputs of panel v), for MR rows of x (M, K) and NV panels; each output is summed in the order of k.
+template <int MR, int NV, typename W>
+inline void dots(const float* x, const W* w, const float*, int64_t K, Floats (&acc)[MR][NV]) {
+  for (int64_t k = 0; k < K; ++k) {
+    Floats b[NV];
 #pragma GCC unroll 8
-    for (int m = 0; m < MR; ++m) a[m] = widen(x + m * K + k);
-#pragma GCC unroll 8
-    for (int n = 0; n < NR; ++n) {
-      __builtin_prefetch(reinterpret_cast<const char*>(w + n * stride + k) + 2048);
-      Floats b = widen(w + n * stride + k);
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; ++m) acc[m][n] += a[m] * b;
+    for (int v = 0; v < NV; ++v) {
+      const W* p = w + (v * K + k) * LANES;
+      b[v] = widen(p);
     }
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; ++v) acc[m][v] += x[m * K + k] * b[v];
   }
-  for (int m = 0; m < MR; ++m)
-    for (int n = 0; n < NR; ++n) {
-      float total = sum(acc[m][n]);
-      for (int64_t r = k; r < K; ++r) total += x[m * K + r] * one(w + n * stride + r);
-      out[m][n] = total;
-    }
 }
 
-template <int MR, int NR>
-inline void dots(const float* x, const Nibbles* w, const float* scale, int64_t K, int64_t stride, float (&out)[MR][NR]) {
-  Floats acc[MR][NR] = {};
-  for (int64_t k = 0; k < K; k += GROUP) {
-    Floats low[MR], high[MR];
+template <int MR, int NV>
+inline void dots(const float* x, const Nibbles* w, const float* scale, int64_t K, Floats (&acc)[MR][NV]) {
+  for (int64_t g = 0; g < K / GROUP; ++g) {
+    Floats s[NV];
 #pragma GCC unroll 8
-    for (int m = 0; m < MR; ++m) low[m] = widen(x + m * K + k), high[m] = widen(x + m * K + k + LANES);
+    for (int v = 0; v < NV; ++v) s[v] = load<Floats>(scale + (v * (K / GROUP) + g) * LANES);
+    for (int64_t k = g * GROUP; k < (g + 1) * GROUP; k += 2) {
+      Floats even[NV], odd[NV];
 #pragma GCC unroll 8
-    for (int n = 0; n < NR; ++n) {
-      const Nibbles* p = w + n * stride + k / 2;
-      __builtin_prefetch(reinterpret_cast<const char*>(p) + 1024);
-      Ints pair = widen_bytes(load<Bytes>(p));
-      float s = scale[n * (K / GROUP) + k / GROUP];
-      Floats b0 = __builtin_convertvector((pair & 15) - 8, Floats) * s;
-      Floats b1 = __builtin_convertvector(((pair >> 4) & 15) - 8, Floats) * s;
+      for (int v = 0; v < NV; ++v) {
+        const Nibbles* p = w + (v * K + k) / 2 * LANES;
+        const Ints pair = widen_bytes(load<Bytes>(p));
+        even[v] = __builtin_convertvector((pair & 15) - 8, Floats) * s[v];
+        odd[v] = __builtin_convertvector(((pair >> 4) & 15) - 8, Floats) * s[v];
+      }
 #pragma GCC unroll 8
-      for (int m = 0; m < MR; ++m) acc[m][n] += low[m] * b0 + high[m] * b1;
+      for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; ++v) {
+          acc[m][v] += x[m * K + k] * even[v];
+          acc[m][v] += x[m * K + k + 1] * odd[v];
+        }
     }
   }
-  for (int m = 0; m < MR; ++m)
-    for (int n = 0; n < NR; ++n) out[m][n] = sum(acc[m][n]);
 }
 
 struct Product {
@@ -120,48 +125,82 @@ struct Product {
   int64_t M, N, K;
 };
 
-template <int MR, int NR, typename W>
-inline void tile(const Product& p, const W* w, int64_t m, int64_t n) {
-  constexpr bool grouped = std::is_same_v<W, Nibbles>;
-  const int64_t stride = grouped ? p.K / 2 : p.K;
-  float out[MR][NR];
-  dots<MR, NR>(p.x + m * p.K, w + n * stride, grouped ? p.scale + n * (p.K / GROUP) : nullptr, p.K, stride, out);
-  for (int i = 0; i < MR; ++i)
-    for (int j = 0; j < NR; ++j) {
-      // fma by name: left to the compiler, the tiles of different sizes would round differently
-      const float s = p.scale && !grouped ? p.scale[n + j] : 1.0f;
-      p.y[(m + i) * p.N + n + j] = std::fma(out[i][j], s, p.bias ? p.bias[n + j] : 0.0f);
-    }
+// The first n of LANES floats at p; the others are 0.
+inline Floats part(const float* p, int64_t n) {
+  Floats v = {};
+  std::memcpy(&v, p, n * sizeof(float));
+  return v;
 }
 
-template <int NR, typename W>
-inline void column(const Product& p, const W* w, int64_t first, int64_t last, int64_t n) {
-  int64_t m = first;
-  if constexpr (NR <= 4)
-    for (; m + 4 <= last; m += 4) tile<4, NR>(p, w, m, n);
-  for (; m < last; ++m) tile<1, NR>(p, w, m, n);
+// y[m .. m + MR, NV panels from `panel`] from their weights at w.
+template <int MR, int NV, typename W>
+void tile(const Product& p, const W* w, const float* group_scales, int64_t m, int64_t panel) {
+  Floats acc[MR][NV] = {};
+  dots<MR, NV>(p.x + m * p.K, w, group_scales, p.K, acc);
+  for (int v = 0; v < NV; ++v) {
+    const int64_t n = (panel + v) * LANES, width = std::min<int64_t>(LANES, p.N - n);
+    const Floats scale = p.scale ? part(p.scale + n, width) : Floats{} + 1.0f;
+    const Floats bias = p.bias ? part(p.bias + n, width) : Floats{};
+    for (int i = 0; i < MR; ++i) {
+      const Floats y = acc[i][v] * scale + bias;
+      std::memcpy(p.y + (m + i) * p.N + n, &y, width * sizeof(float));
+    }
+  }
+}
+
+template <int NV, typename W>
+void panels(const Product& p, const W* w, const float* group_scales, int64_t panel) {
+  int64_t m = 0;
+  for (; m + 6 <= p.M; m += 6) tile<6, NV>(p, w, group_scales, m, panel);
+  switch (p.M - m) {
+    case 1: return tile<1, NV>(p, w, group_scales, m, panel);
+    case 2: return tile<2, NV>(p, w, group_scales, m, panel);
+    case 3: return tile<3, NV>(p, w, group_scales, m, panel);
+    case 4: return tile<4, NV>(p, w, group_scales, m, panel);
+    case 5: return tile<5, NV>(p, w, group_scales, m, panel);
+  }
+}
+
+// Many rows: widen the weights of NV panels once, to what `dots` would have made of them each time.
+template <int NV, typename W>
+void widened(const Product& p, const W* w, const float* group_scales, int64_t panel, std::vector<float>& scratch) {
+  scratch.resize(NV * p.K * LANES);
+  if constexpr (std::is_same_v<W, Nibbles>) {
+    for (int64_t k = 0; k < NV * p.K; ++k) {
+      const Ints pair = widen_bytes(load<Bytes>(w + k / 2 * LANES));
+      const Floats value = __builtin_convertvector(((k % 2 ? pair >> 4 : pair) & 15) - 8, Floats);
+      store(scratch.data() + k * LANES, value * load<Floats>(group_scales + k / GROUP * LANES));
+    }
+  } else {
+    for (int64_t k = 0; k < NV * p.K; ++k) store(scratch.data() + k * LANES, widen(w + k * LANES));
+  }
+  panels<NV>(p, scratch.data(), nullptr, panel);
 }
 
 template <typename W>
-void multiply(const Product& p, const W* w) {
-  constexpr int64_t ROWS = 96;  // of x, which stay in the second-level cache while the weights pass by
-  at::parallel_for(0, (p.N + 7) / 8, 8, [&](int64_t begin, int64_t end) {
-    for (int64_t first = 0; first < p.M; first += ROWS) {
-      const int64_t last = std::min(p.M, first + ROWS);
-      int64_t n = begin * 8;
-      const int64_t stop = std::min(p.N, end * 8);
-      if (p.M == 1)
-        for (; n + 8 <= stop; n += 8) column<8>(p, w, first, last, n);
-      for (; n + 4 <= stop; n += 4) column<4>(p, w, first, last, n);
-      for (; n < stop; ++n) column<1>(p, w, first, last, n);
-    }
+void multiply(Product p, const W* w) {
+  constexpr bool grouped = std::is_same_v<W, Nibbles>;
+  const float* group_scales = grouped ? p.scale : nullptr;
+  if (grouped) p.scale = nullptr;
+  at::parallel_for(0, (p.N + LANES - 1) / LANES, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> scratch;
+    auto some = [&]<int NV>(int64_t panel) {
+      const W* here = w + panel * LANES * (grouped ? p.K / 2 : p.K);
+      const float* scales = grouped ? group_scales + panel * LANES * (p.K / GROUP) : nullptr;
+      if (p.M < MANY || std::is_same_v<W, float>) panels<NV>(p, here, scales, panel);
+      else widened<NV>(p, here, scales, panel, scratch);
+    };
+    int64_t n = begin;
+    for (; n + WIDE <= end; n += WIDE) some.template operator()<WIDE>(n);
+    for (; n < end; ++n) some.template operator()<1>(n);
   });
 }
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const OptionalTensor& scale, const OptionalTensor& bias) {
-  const int64_t K = x.size(-1), N = w.size(0);
+at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const OptionalTensor& scale, const OptionalTensor& bias,
+                  int64_t N) {
+  const int64_t K = x.size(-1);
   auto sizes = x.sizes().vec();
   sizes.back() = N;
   const at::Tensor flat = x.contiguous(), y = at::empty(sizes, x.options());
@@ -226,7 +265,6 @@ void attend_one(const float* q, const T* k, const T* v, const bool* seen, int64_
     mass += kept;
   }
   const float share = 1.0f / sum(mass);
-  constexpr int WIDE = 4;  // vectors of the output that are summed at once
   int64_t d = 0;
   for (; d + WIDE * LANES <= D; d += WIDE * LANES) {
     Floats acc[2][WIDE] = {};
@@ -281,7 +319,7 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
 }  // namespace
 
 TORCH_LIBRARY(pocketgpt, m) {
-  m.def("linear(Tensor x, Tensor w, Tensor? scale, Tensor? bias) -> Tensor");
+  m.def("linear(Tensor x, Tensor w, Tensor? scale, Tensor? bias, int n) -> Tensor");
   m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? mask) -> Tensor");
 }
 

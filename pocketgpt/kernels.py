@@ -71,15 +71,15 @@ def build() -> str:
         return f"the C++ kernels do not compile: {lines[0][:160]}"
     except (UserError, OSError) as error:
         return f"the C++ kernels do not load: {str(error)[:160]}"
-    torch.library.register_fake("pocketgpt::linear", lambda x, w, scale, bias: x.new_empty(*x.shape[:-1], w.size(0)))
+    torch.library.register_fake("pocketgpt::linear", lambda x, w, scale, bias, n: x.new_empty(*x.shape[:-1], n))
     torch.library.register_fake("pocketgpt::attend", lambda q, k, v, mask: q.new_empty(q.shape))
     loaded = True
     return ""
 
 
-def linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    """x (..., K) float32 times packed weights (see packed.py) -> (..., N) float32. A row's result does not depend on the others."""
-    return torch.ops.pocketgpt.linear(x, weight, scale, bias)
+def linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, n: int) -> Tensor:
+    """x (..., K) float32 times packed weights (see packed.py) -> (..., n) float32. A row's result does not depend on the others."""
+    return torch.ops.pocketgpt.linear(x, weight, scale, bias, n)
 
 
 def can_attend(q: Tensor, k: Tensor) -> bool:

@@ -24,25 +24,31 @@ from pocketgpt.errors import UserError
 Model = TypeVar("Model", bound=nn.Module)
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
-GROUP = 32  # int4 weights that share a scale; kernels.cpp relies on it
+LANES = 16  # outputs in a panel; kernels.cpp relies on both
+GROUP = 32  # int4 weights that share a scale
+
+
+def panels(weight: Tensor) -> Tensor:
+    """(N, K) -> (N/16, K, 16), padded with zeros: weights of 16 outputs side by side, in the order in which kernels.cpp reads."""
+    return F.pad(weight, (0, 0, 0, -weight.size(0) % LANES)).unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
 
 
 def pack(weight: Tensor, format: str) -> tuple[Tensor, Tensor | None]:
-    """weight (N, K) -> (packed weight, float32 scales or None).
+    """weight (N, K) -> (packed weight in panels of 16 outputs, float32 scales or None).
 
-    int8: (N, K) int8 and scales (N,). int4: (N, K/2) uint8 and scales (N, K/32); within each group of 32 the byte i holds
-    value i in its low half and value i + 16 in its high half, each plus 8.
+    int8: (N/16, K, 16) int8 and scales (N,). int4: (N/16, K/2, 16) uint8, of which each byte holds a value and the next
+    one along K in its high half, each plus 8; and scales (N/16, K/32, 16).
 
     Raises:
         UserError: for an unknown format, or int4 with K not divisible by 32.
     """
     if format == "float32":
-        return weight.float(), None
+        return panels(weight.float()), None
     if format == "bfloat16":
-        return weight.bfloat16(), None
+        return panels(weight.bfloat16()), None
     if format == "int8":
         scale = weight.abs().amax(1).clamp_min(1e-12) / 127
-        return (weight / scale[:, None]).round().to(torch.int8), scale.float()
+        return panels((weight / scale[:, None]).round().to(torch.int8)), scale.float()
     if format != "int4":
         raise UserError(f"quant={format} is not known: choose one of {', '.join(FORMATS)}")
     if weight.size(1) % GROUP:
@@ -51,20 +57,29 @@ def pack(weight: Tensor, format: str) -> tuple[Tensor, Tensor | None]:
     # The largest value becomes -8, the only end of the range that has no mirror image, as llama.cpp's Q4_0 does.
     largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     scale = torch.where(largest == 0, torch.ones_like(largest), largest / -8)
-    values = ((groups / scale).round().clamp(-8, 7) + 8).to(torch.uint8)
-    low, high = values.chunk(2, dim=-1)
-    return (low | (high << 4)).flatten(1), scale.squeeze(-1).float()
+    values = ((groups / scale).round().clamp(-8, 7) + 8).to(torch.uint8).flatten(1)
+    return panels(values[:, ::2] | (values[:, 1::2] << 4)), panels(scale.squeeze(-1).float())
 
 
-def unpack(weight: Tensor, scale: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The (N, K) weights that packed ones stand for."""
+def widen(weight: Tensor, scale: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The (N, K) weights that the rows (N, ...) of packed ones stand for."""
     if scale is None:
         return weight.to(dtype)
     if weight.dtype == torch.int8:
         return weight.to(dtype) * scale[:, None].to(dtype)
-    pairs = weight.unflatten(1, (-1, GROUP // 2))
-    values = torch.cat((pairs & 15, pairs >> 4), dim=-1).to(dtype) - 8
-    return (values * scale[..., None].to(dtype)).flatten(1)
+    values = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(1).to(dtype) - 8
+    return (values.unflatten(1, (-1, GROUP)) * scale[..., None].to(dtype)).flatten(1)
+
+
+def rows(panels: Tensor, idx: Tensor) -> Tensor:
+    """Rows idx (n,) of the matrix that lies in panels."""
+    return panels[idx // LANES, :, idx % LANES]
+
+
+def unpack(weight: Tensor, scale: Tensor | None, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The (n, K) weights that packed ones stand for."""
+    scale = scale.transpose(1, 2).flatten(0, 1)[:n] if scale is not None and scale.dim() == 3 else scale
+    return widen(weight.transpose(1, 2).flatten(0, 1)[:n], scale, dtype)
 
 
 class PackedLinear(nn.Module):
@@ -76,20 +91,21 @@ class PackedLinear(nn.Module):
 
     def __init__(self, layers: Sequence[nn.Linear | nn.Embedding], format: str) -> None:
         super().__init__()
+        self.n = sum(layer.weight.size(0) for layer in layers)
         with torch.no_grad():
             weight, scale = pack(torch.cat([layer.weight for layer in layers]), format)
             biases: list[Tensor] = [
                 layer.bias for layer in layers if isinstance(layer, nn.Linear) and layer.bias is not None
             ]
-        self.register_buffer("weight", weight.contiguous())
+        self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.register_buffer("bias", torch.cat(biases) if biases else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) float32 -> (..., N) float32."""
         if kernels.loaded and x.device.type == "cpu":
-            return kernels.linear(x, self.weight, self.scale, self.bias)
-        return F.linear(x, unpack(self.weight, self.scale), self.bias)
+            return kernels.linear(x, self.weight, self.scale, self.bias, self.n)
+        return F.linear(x, unpack(self.weight, self.scale, self.n), self.bias)
 
 
 class PackedEmbedding(nn.Module):
@@ -105,8 +121,11 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, idx: Tensor) -> Tensor:
         """ids (...) int64 -> (..., K) float32."""
-        scale = self.scale[idx.flatten()] if self.scale is not None else None
-        return unpack(self.weight[idx.flatten()], scale).unflatten(0, idx.shape)
+        flat = idx.flatten()
+        scale = self.scale
+        if scale is not None:
+            scale = scale[flat] if scale.dim() == 1 else rows(scale, flat)
+        return widen(rows(self.weight, flat), scale).unflatten(0, idx.shape)
 
 
 @torch.no_grad()
@@ -114,5 +133,5 @@ def rounded(model: Model, format: str) -> Model:
     """The model itself, after replacing every matrix that packing would round by what the packed one stands for."""
     matrices = {name: p for name, p in model.named_parameters() if p.dim() == 2 and name != "position.weight"}
     for parameter in matrices.values():  # a tied one comes once
-        parameter.copy_(unpack(*pack(parameter, format)))
+        parameter.copy_(unpack(*pack(parameter, format), parameter.size(0)))
     return model

@@ -54,26 +54,34 @@ def test_a_source_that_does_not_compile_is_a_reason_and_no_crash(
 
 
 def test_int8_and_int4_by_hand() -> None:
-    weight, scale = packed.pack(torch.tensor([[1.27, -0.5, 0.004, 0.0]]), "int8")
-    assert weight.tolist() == [[127, -50, 0, 0]]
+    weight, scale = packed.pack(torch.tensor([[1.27, -0.5, 0.004, 0.0]] * 2), "int8")
+    assert weight.shape == (1, 4, 16)
+    assert weight[0, :, :3].T.tolist() == [[127, -50, 0, 0], [127, -50, 0, 0], [0, 0, 0, 0]]  # the last is padding
     assert scale is not None
-    assert scale.tolist() == pytest.approx([0.01])
+    assert scale.tolist() == pytest.approx([0.01, 0.01])
     row = torch.zeros(1, 32)
     row[0, 0], row[0, 1], row[0, 16], row[0, 31] = 0.8, -0.3, 0.1, -0.7
     weight, scale = packed.pack(row, "int4")  # the largest, 0.8, becomes -8: the scale is -0.1
     assert scale is not None
-    assert scale.tolist() == [[pytest.approx(-0.1)]]
-    # value + 8, from the low half of byte 0: -8, 3; high half: -1; and 7 in byte 15's
-    assert weight[0, 0].item() == 0 | (7 << 4)
-    assert weight[0, 1].item() == 11 | (8 << 4)
-    assert weight[0, 15].item() == 8 | (15 << 4)
-    assert max_diff(packed.unpack(weight, scale), row) < 1e-7
+    assert scale.shape == (1, 1, 16)
+    assert scale[0, 0, 0].item() == pytest.approx(-0.1)
+    assert weight.shape == (1, 16, 16)
+    assert weight[0, :, 0].tolist() == [0 | 11 << 4, *[0x88] * 7, 7 | 8 << 4, *[0x88] * 6, 8 | 15 << 4]  # value + 8
+    assert max_diff(packed.unpack(weight, scale, 1), row) < 1e-7
+
+
+def test_panels_hold_sixteen_outputs_side_by_side() -> None:
+    matrix = torch.arange(20.0 * 3).view(20, 3)
+    panels = packed.panels(matrix)
+    assert panels.shape == (2, 3, 16)
+    assert panels[1, 2, :5].tolist() == [50.0, 53.0, 56.0, 59.0, 0.0]  # rows 16 to 19, then padding
+    assert torch.equal(packed.rows(panels, torch.tensor([17, 3])), matrix[[17, 3]])
 
 
 @pytest.mark.parametrize("format", packed.FORMATS)
 def test_rounding_stays_within_half_a_step(format: str) -> None:
     weight = torch.randn(24, 96, generator=torch.Generator().manual_seed(0))
-    back = packed.unpack(*packed.pack(weight, format))
+    back = packed.unpack(*packed.pack(weight, format), 24)
     error = (back - weight).abs()
     largest = weight.abs().amax(1, keepdim=True)
     bound = {
@@ -87,7 +95,7 @@ def test_rounding_stays_within_half_a_step(format: str) -> None:
 
 def test_rows_of_zeros_stay_zeros() -> None:
     for format in packed.FORMATS:
-        assert packed.unpack(*packed.pack(torch.zeros(3, 64), format)).abs().sum() == 0, format
+        assert packed.unpack(*packed.pack(torch.zeros(3, 64), format), 3).abs().sum() == 0, format
 
 
 def test_unknown_formats_and_widths_that_int4_cannot_pack_are_refused() -> None:
@@ -106,8 +114,8 @@ def test_a_packed_layer_equals_float32_arithmetic_on_what_it_stands_for(
     for n, k in ((1, 32), (7, 64), (13, 96), (64, 384), (100, 1056)):
         layers = [nn.Linear(k, n, bias=bias), nn.Linear(k, 5, bias=bias)]
         layer = packed.PackedLinear(layers, format)
-        weight = torch.cat([packed.unpack(*packed.pack(one.weight, format)) for one in layers])
-        for shape in ((1, k), (2, 3, k), (5, k), (130, k)):
+        weight = torch.cat([packed.unpack(*packed.pack(one.weight, format), len(one.weight)) for one in layers])
+        for shape in ((1, k), (2, k), (3, k), (4, k), (5, k), (2, 3, k), (49, k), (130, k)):
             x = torch.randn(shape)
             right = F.linear(x, weight, torch.cat([one.bias for one in layers]) if bias else None)
             assert max_diff(layer(x), right) < EXACT, (n, k, shape)
@@ -119,7 +127,7 @@ def test_widths_that_are_no_multiple_of_the_vectors(format: str, with_kernels: b
     for k in (1, 12, 17, 50):
         one = nn.Linear(k, 9)
         x = torch.randn(3, k)
-        right = F.linear(x, packed.unpack(*packed.pack(one.weight, format)), one.bias)
+        right = F.linear(x, packed.unpack(*packed.pack(one.weight, format), len(one.weight)), one.bias)
         assert max_diff(packed.PackedLinear([one], format)(x), right) < EXACT
 
 
@@ -129,9 +137,9 @@ def test_a_row_does_not_depend_on_the_others_to_the_last_bit(format: str) -> Non
         pytest.skip(kernels.build())
     torch.manual_seed(0)
     layer = packed.PackedLinear([nn.Linear(96, 37)], format)
-    x = torch.randn(33, 96)
+    x = torch.randn(100, 96)  # from 48 rows on, weights are widened first
     together = layer(x)
-    for rows in (slice(0, 1), slice(3, 5), slice(7, 12), slice(20, 33)):
+    for rows in (slice(0, 1), slice(3, 5), slice(7, 12), slice(20, 33), slice(2, 50)):
         assert torch.equal(layer(x[rows]), together[rows])
 
 
@@ -178,7 +186,7 @@ def test_a_packed_model_is_the_model_with_rounded_weights(shape: str, format: st
 
 def test_the_cost_of_a_format_is_its_bytes() -> None:
     model = cached(tiny(n_embd=64, n_head=2, n_kv_head=2, n_inner=64))
-    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    matrices = sum(-(-len(p) // 16) * 16 * p.size(1) for p in model.parameters() if p.dim() == 2)  # whole panels
     size = {}
     for format in packed.FORMATS:
         fast = cached(tiny(n_embd=64, n_head=2, n_kv_head=2, n_inner=64)).pack(format)
