@@ -330,7 +330,7 @@ def main() -> None:
         result = train(model, stage, settings, cfg.optim, out, stage_log)
         shown = [
             (f"held-out pair {i}, {side}", marked(tok, pair.prompt, getattr(pair, side)))
-            for i, pair in enumerate(val_pairs[:3], 1)
+            for i, pair in enumerate(val_pairs[:2], 1)
             for side in ("chosen", "rejected")
         ]
         stage_log.record(readings=[evaluation.reading(model, tok, title, *text) for title, text in shown])

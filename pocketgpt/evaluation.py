@@ -174,6 +174,10 @@ def reading(model: GPT, tok: Tokenizer, title: str, ids: Sequence[int], supervis
 
     The first has nothing before it, and no probability. At most READ_TOKENS are read.
     """
+
+    def text(i: int) -> str:
+        return tok.token_bytes(i).decode("utf-8", errors="backslashreplace")  # a part of a character as its bytes
+
     n = min(READ_TOKENS, model.config.block_size)
     row = torch.tensor([list(ids[:n])], device=model.embed.weight.device)
     with torch.no_grad():
@@ -186,10 +190,10 @@ def reading(model: GPT, tok: Tokenizer, title: str, ids: Sequence[int], supervis
     ]
     tokens = [
         [
-            tok.decode([i]),
+            text(i),
             bool(counts),
             p and float(f"{p:.4g}"),
-            [[tok.decode([j]), float(f"{q:.4g}")] for j, q in others],
+            [[text(j), float(f"{q:.4g}")] for j, q in others],
         ]
         for i, counts, p, others in zip(ids[:n], supervised[:n], given, likely, strict=True)
     ]

@@ -29,7 +29,7 @@ STAGES = {
 KINDS = {"train": "training", "val": "held out"}
 AXES = ("tokens", "minutes", "step")
 BUCKETS = 250  # parts of a long curve; of each, the first row and the extremes are kept
-LONGEST = 500  # characters of a value in a table
+LONGEST = 1000  # characters of a value, or of what somebody says
 
 Block = dict[str, Any]
 Columns = dict[str, list[Any]]
@@ -163,9 +163,12 @@ def flat(values: dict[str, Any], group: str = "") -> dict[str, Any]:
         if isinstance(value, dict):
             found |= flat(value, f"{group}{key}.")
         else:
-            text = value if isinstance(value, str) else json.dumps(value)
-            found[f"{group}{key}"] = text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text):,} characters)"
+            found[f"{group}{key}"] = cut(value if isinstance(value, str) else json.dumps(value))
     return found
+
+
+def cut(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text):,} characters)"
 
 
 # --- blocks ---------------------------------------------------------------------------------------------------------
@@ -190,38 +193,30 @@ def side_by_side(id: str, title: str, sides: dict[str, dict[str, Any]], differin
 
 def line_chart(stage: str, panel: Panel, runs: list[Run], shared: dict[str, Columns]) -> list[Block]:
     """The chart of a panel; none where no run has numbers for it."""
-    series: list[dict[str, Any]] = []
-    for number_of_run, run in enumerate(runs):
-        for kind, label in KINDS.items():
-            here = run.stages[stage].columns.get(kind, {}) if stage in run.stages else {}
+    series = []
+    with_stage = [(i, run, run.stages[stage]) for i, run in enumerate(runs) if stage in run.stages]
+    for i, run, side in with_stage:
+        for kind, numbers in side.columns.items():
+            shared[f"{i}/{stage}/{kind}"] = numbers
             for metric in panel.metrics:
-                if metric not in here:
-                    continue
-                key = f"{number_of_run}/{stage}/{kind}"
-                shared[key] = here
-                words = [run.name] * (len(runs) > 1) + [metric.replace("_", " ")] * (len(panel.metrics) > 1) + [label]
-                series.append(
-                    {
-                        "label": ", ".join(words),
-                        "from": key,
-                        "column": metric,
-                        "factor": panel.factor,
-                        "dots": kind == "val",
-                        "color": number_of_run if len(runs) > 1 else len(series),
-                    }
-                )
+                words = {run.name: len(runs) > 1, metric.replace("_", " "): len(panel.metrics) > 1, KINDS[kind]: True}
+                color = i if len(runs) > 1 else panel.metrics.index(metric) if len(panel.metrics) > 1 else kind == "val"
+                if metric in numbers:
+                    series.append(
+                        {
+                            "label": ", ".join(word for word, needed in words.items() if needed),
+                            "from": f"{i}/{stage}/{kind}",
+                            "column": metric,
+                            "factor": panel.factor,
+                            "dots": kind == "val",
+                            "color": int(color),
+                        }
+                    )
     if not series:
         return []
-    units = {str(run.stages[stage].about.get("unit", "")) for run in runs if stage in run.stages}
-    unit = panel.unit or (" or ".join(sorted(units)) if panel.title == "Loss" else "")
-    chart = {
-        "id": f"{stage}/{panel.metrics[0]}",
-        "title": panel.title,
-        "unit": unit,
-        "zero": panel.zero,
-        "series": series,
-    }
-    return [{"kind": "line", **chart}]
+    units = sorted({str(side.about.get("unit", "")) for _, _, side in with_stage}) if panel.metrics == ("loss",) else []
+    chart = {"id": f"{stage}/{panel.metrics[0]}", "title": panel.title, "unit": panel.unit or " or ".join(units)}
+    return [{"kind": "line", **chart, "zero": panel.zero, "series": series}]
 
 
 def stage_names(runs: list[Run]) -> list[str]:
@@ -325,11 +320,31 @@ def evaluation(runs: list[Run]) -> list[Block]:
     numbers.append(["answer length (characters)", *(side.get("answer_characters") for side in sides.values())])
     shown = [row for row in numbers if any(value is not None for value in row[1:])]
     blocks.append(table("evaluation", "The same and more as a table", ["", *sides], shown, folded=True))
-    for stage, side in sides.items():
-        for messages in side.get("chats", ()):
-            said = [{"role": flat(m)["role"], "content": flat(m)["content"]} for m in messages]
-            blocks.append({"kind": "chat", "title": stage, "messages": said})
+    for name, side in sides.items():
+        said = [
+            [{key: cut(str(m[key])) for key in ("role", "content")} for m in messages] for messages in side["chats"]
+        ]
+        blocks.append({"kind": "chats", "title": f"What {name} says, greedy", "chats": said})
     return blocks
+
+
+def scores(run: Run) -> list[Block]:
+    """What evaluate.py found about single checkpoints, with intervals."""
+    rows = []
+    for name, measured in run.results["checkpoints"].items():
+        asked = {"text": measured.get("text"), "generate": measured.get("generate")}
+        asked |= {f"choices, {key}": measured.get("choices", {}).get(key) for key in ("acc", "acc_norm")}
+        for what, value in (asked | measured.get("families", {})).items():
+            if value and "bits_per_byte" in value:
+                low, high = value["interval"] or (math.nan, math.nan)
+                size = f"{value['bytes']:,} bytes"
+                rows.append([name, what, f"{value['bits_per_byte']:.4f} bits/byte", f"{low:.4f} to {high:.4f}", size])
+            elif value:
+                low, high = value["interval"]
+                rows.append(
+                    [name, what, f"{value['share']:.1%}", f"{low:.1%} to {high:.1%}", f"{value['asked']:,} asked"]
+                )
+    return [table("scores", "Checkpoints", ["checkpoint", "measure", "", "95 % interval", "of"], rows)] if rows else []
 
 
 def cache(run: Run, prefix: str, shared: dict[str, Columns]) -> list[Block]:
@@ -422,8 +437,12 @@ def contents(runs: list[Run]) -> dict[str, Any]:
     differing = part("run_<stage>.json", lambda: settings(runs))
     if several:
         sections.append(("settings", "Differences", "What differs", differing))
-    names = [path for run in runs for path in [str(run.folder / "results.json")]]
-    sections.append(("evaluation", "Evaluation", "Evaluation", part(", ".join(names), lambda: evaluation(runs))))
+    files = ", ".join(str(run.folder / "results.json") for run in runs)
+    measured = part(files, lambda: evaluation(runs))
+    for run in runs:
+        if run.results.get("checkpoints"):
+            measured += part(str(run.folder / "results.json"), lambda run=run: scores(run))  # type: ignore[misc]
+    sections.append(("evaluation", "Evaluation", "Evaluation", measured))
     for name in stage_names(runs):
         sections.append((f"stage-{name}", name, STAGES.get(name, name), curves(name, runs, shared)))
     texts = [
@@ -434,7 +453,7 @@ def contents(runs: list[Run]) -> dict[str, Any]:
         for block in part(str(run.folder / f"run_{name}.json"), lambda name=name, stage=stage: readings(name, stage))  # type: ignore[misc]
     ]
     if texts:
-        legend = "Framed: supervised tokens, the bluer the likelier the model finds them. Grey: read, but not learned. Each with its probability and the likeliest ones under the pointer."
+        legend = "Blue: supervised tokens, the darker the likelier the model finds them. Grey: read, not learned. The pointer shows the probability of each and what is likeliest in its place."
         sections.append(("tokens", "Tokens", "Token by token", [note(legend), *texts]))
     for number_of_run, run in enumerate(runs):
         if run.cache:
