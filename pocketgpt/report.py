@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ STAGES = {
     "dpo": "Preferences",
 }
 KINDS = {"train": "training", "val": "held out"}
+GROUPS = {"config": "Configuration", "data": "Fingerprints of the data", "environment": "Environment"}
 AXES = ("tokens", "minutes", "step")
 BUCKETS = 250  # parts of a long curve; of each, the first row and the extremes are kept
 LONGEST = 1000  # characters of a value, or of what somebody says
@@ -76,6 +78,10 @@ class Stage:
         values = [value for value in self.columns.get(kind, {}).get(metric, ()) if value is not None]
         return values[-1] if values else None
 
+    def median(self, kind: str, metric: str) -> float | None:
+        values = [value for value in self.columns.get(kind, {}).get(metric, ()) if value is not None]
+        return statistics.median(values) if values else None
+
 
 @dataclass
 class Run:
@@ -88,16 +94,14 @@ class Run:
     cache: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, folder: Path) -> Run:
+    def read(cls, folder: Path, name: str) -> Run:
         """Raises UserError if no stage has written there."""
         found = {path.stem.removeprefix("metrics_"): path for path in sorted(folder.glob("metrics_*.jsonl"))}
         order = [*(name for name in STAGES if name in found), *(name for name in found if name not in STAGES)]
         stages = {
             name: Stage(columns(read_jsonl(found[name])), read_json(folder / f"run_{name}.json")) for name in order
         }
-        run = cls(
-            folder.as_posix(), folder, stages, read_json(folder / "results.json"), read_json(folder / "kv_cache.json")
-        )
+        run = cls(name, folder, stages, read_json(folder / "results.json"), read_json(folder / "kv_cache.json"))
         if not (run.stages or run.results or run.cache):
             raise UserError(
                 f"{folder}: no metrics_<stage>.jsonl, results.json or kv_cache.json there; name a folder that was out= of a stage"
@@ -121,7 +125,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def number(value: Any) -> float | None:
     """The value in six digits, None for what is no finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e300 < value < 1e300:
         return None
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
@@ -182,15 +186,6 @@ def note(text: str) -> Block:
     return {"kind": "note", "text": text}
 
 
-def side_by_side(id: str, title: str, sides: dict[str, dict[str, Any]], differing: bool = False) -> list[Block]:
-    """A table with a column per side and a row per key, of those that differ or of all. None where it would be empty."""
-    keys = dict.fromkeys(key for side in sides.values() for key in side)
-    rows = [[key, *(side.get(key) for side in sides.values())] for key in keys]
-    if differing:
-        rows = [row for row in rows if any(value != row[1] for value in row[2:])]
-    return [table(id, title, ["", *sides], rows, folded=not differing)] if rows else []
-
-
 def line_chart(stage: str, panel: Panel, runs: list[Run], shared: dict[str, Columns]) -> list[Block]:
     """The chart of a panel; none where no run has numbers for it."""
     series = []
@@ -229,8 +224,6 @@ def overview(runs: list[Run], shared: dict[str, Columns]) -> list[Block]:
     rows = []
     for run in runs:
         for name, stage in run.stages.items():
-            train = stage.columns.get("train", {})
-            speeds = sorted(speed for speed in train.get("tokens_per_s", ())[1:] if speed is not None)
             held = {key: stage.last("val", key) for key in stage.columns.get("val", {}) if key not in NAMED - HEADLINES}
             rows.append(
                 [
@@ -239,8 +232,8 @@ def overview(runs: list[Run], shared: dict[str, Columns]) -> list[Block]:
                     stage.last("train", "step"),
                     stage.last("train", "tokens"),
                     round(stage.last("train", "minutes") or 0, 2),
-                    speeds[len(speeds) // 2] if speeds else stage.last("train", "tokens_per_s"),
-                    round(100 * (stage.last("train", "mfu") or 0), 1),
+                    stage.median("train", "tokens_per_s"),
+                    round(100 * (stage.median("train", "mfu") or 0), 1),
                     stage.last("train", "loss"),
                     ", ".join(
                         f"{key.replace('_', ' ')} {value:.4g}" for key, value in held.items() if value is not None
@@ -252,7 +245,7 @@ def overview(runs: list[Run], shared: dict[str, Columns]) -> list[Block]:
         "steps",
         "tokens",
         "minutes",
-        "tokens/s (median)",
+        "tokens/s",
         "MFU (%)",
         "last training loss",
         "last held out",
@@ -322,9 +315,10 @@ def evaluation(runs: list[Run]) -> list[Block]:
     blocks.append(table("evaluation", "The same and more as a table", ["", *sides], shown, folded=True))
     for name, side in sides.items():
         said = [
-            [{key: cut(str(m[key])) for key in ("role", "content")} for m in messages] for messages in side["chats"]
+            [{key: cut(str(m[key])) for key in ("role", "content")} for m in chat] for chat in side.get("chats", ())
         ]
-        blocks.append({"kind": "chats", "title": f"What {name} says, greedy", "chats": said})
+        if said:
+            blocks.append({"kind": "chats", "title": f"{name}: what it says, greedily", "chats": said})
     return blocks
 
 
@@ -401,29 +395,36 @@ def part(name: str, build: Callable[[], list[Block]]) -> list[Block]:
     """What `build` makes of a file; nothing, and a line that says so, where the file is not of the form that it expects."""
     try:
         return build()
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         console.print(f"{name}: left out of the report, not understood ({type(error).__name__}: {error})", markup=False)
         return []
 
 
 def settings(runs: list[Run]) -> list[Block]:
-    """Configuration, data and environment: of all stages of a run, or what differs between several."""
+    """Configuration, data and environment of all stages, beside each other."""
     blocks = []
-    for key, title in (
-        ("config", "Configuration"),
-        ("data", "Fingerprints of the data"),
-        ("environment", "Environment"),
-    ):
-        if len(runs) == 1:
-            sides = {name: flat(stage.about.get(key, {})) for name, stage in runs[0].stages.items()}
-            blocks += side_by_side(key, title, sides)
-            continue
-        for name in stage_names(runs):
-            sides = {run.name: flat(run.stages[name].about.get(key, {})) for run in runs if name in run.stages}
-            for side in sides.values():  # differ always, and say nothing
-                side.pop("out" if key == "config" else "started", None)
-            blocks += side_by_side(f"{key}/{name}", f"{title}, {STAGES.get(name, name)}", sides, differing=True)
+    for key, title in GROUPS.items():
+        sides = [flat(stage.about.get(key, {})) for run in runs for stage in run.stages.values()]
+        rows = [
+            [name, *(side.get(name) for side in sides)]
+            for name in dict.fromkeys(name for side in sides for name in side)
+        ]
+        if rows:
+            blocks.append(table(key, title, ["", *(name for run in runs for name in run.stages)], rows, folded=True))
     return blocks
+
+
+def differences(runs: list[Run]) -> list[Block]:
+    """The settings in which runs of the same stage differ."""
+    rows = []
+    for stage in stage_names(runs):
+        for key in GROUPS:
+            sides = [flat(run.stages[stage].about.get(key, {})) if stage in run.stages else None for run in runs]
+            there = [side for side in sides if side is not None]
+            for name in dict.fromkeys(name for side in there for name in side):
+                if len({side.get(name) for side in there}) > 1 and name not in ("out", "started"):  # these say nothing
+                    rows.append([stage, name, *(side.get(name) if side else None for side in sides)])
+    return [table("differences", "", ["stage", "setting", *(run.name for run in runs)], rows)] if rows else []
 
 
 # --- the page -------------------------------------------------------------------------------------------------------
@@ -434,9 +435,9 @@ def contents(runs: list[Run]) -> dict[str, Any]:
     shared: dict[str, Columns] = {}
     several = len(runs) > 1
     sections = [("overview", "Overview", "Overview", overview(runs, shared))]
-    differing = part("run_<stage>.json", lambda: settings(runs))
+    about = ", ".join(str(run.folder / "run_<stage>.json") for run in runs)
     if several:
-        sections.append(("settings", "Differences", "What differs", differing))
+        sections.append(("differences", "Differences", "What differs", part(about, lambda: differences(runs))))
     files = ", ".join(str(run.folder / "results.json") for run in runs)
     measured = part(files, lambda: evaluation(runs))
     for run in runs:
@@ -464,7 +465,8 @@ def contents(runs: list[Run]) -> dict[str, Any]:
             title = f"Key/value cache, {run.name}" if several else "Key/value cache"
             sections.append((f"cache-{number_of_run}", "Cache", title, blocks))
     if not several:
-        sections.append(("settings", "Settings", "Configuration, data, environment", differing))
+        shown = part(about, lambda: settings(runs))
+        sections.append(("settings", "Settings", "Configuration, data, environment", shown))
     axes = [
         axis
         for axis in AXES
@@ -494,7 +496,10 @@ def write(folders: list[Path], path: Path) -> Path:
     Raises:
         UserError: if a folder holds nothing to report, or the page cannot be written.
     """
-    write_text(path, page(contents([Run.read(folder) for folder in folders])))
+    names = [folder.resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [folder.as_posix() for folder in folders]
+    write_text(path, page(contents([Run.read(folder, name) for folder, name in zip(folders, names, strict=True)])))
     return path
 
 

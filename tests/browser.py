@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 from pathlib import Path
@@ -47,7 +48,6 @@ class Browser:
         self.process = subprocess.Popen(command, preexec_fn=plug, close_fds=False, stdout=quiet, stderr=quiet)
         os.close(theirs_in)
         os.close(theirs_out)
-        self.reader = os.fdopen(self.back, "rb")
         self.count, self.session, self.rest = 0, "", b""
         self.errors: list[str] = []
         self.requests: list[str] = []
@@ -70,8 +70,9 @@ class Browser:
 
     def receive(self) -> dict[str, Any]:
         while b"\0" not in self.rest:
-            data = os.read(self.back, 1 << 16)
-            assert data, "the browser has gone"
+            ready, _, _ = select.select([self.back], [], [], 60)
+            data = os.read(self.back, 1 << 16) if ready else b""
+            assert data, "the browser has gone" if ready else "the browser is silent"
             self.rest += data
         line, self.rest = self.rest.split(b"\0", 1)
         message: dict[str, Any] = json.loads(line)
@@ -121,5 +122,5 @@ class Browser:
     def close(self) -> None:
         self.call("Browser.close")
         self.process.wait(20)
-        self.reader.close()
+        os.close(self.back)
         os.close(self.to)
