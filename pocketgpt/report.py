@@ -8,7 +8,6 @@ become markup. The same files give the same page. A part whose file is missing i
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -113,7 +112,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a file; nothing if there is none, or if it is damaged, which is said."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, TypeError, RecursionError) as error:
         console.print(f"{path}: left out of the report, it is damaged ({error})", markup=False)
@@ -329,16 +328,17 @@ def scores(run: Run) -> list[Block]:
         asked = {"text": measured.get("text"), "generate": measured.get("generate")}
         asked |= {f"choices, {key}": measured.get("choices", {}).get(key) for key in ("acc", "acc_norm")}
         for what, value in (asked | measured.get("families", {})).items():
-            if value and "bits_per_byte" in value:
-                low, high = value["interval"] or (math.nan, math.nan)
-                size = f"{value['bytes']:,} bytes"
-                rows.append([name, what, f"{value['bits_per_byte']:.4f} bits/byte", f"{low:.4f} to {high:.4f}", size])
-            elif value:
-                low, high = value["interval"]
-                rows.append(
-                    [name, what, f"{value['share']:.1%}", f"{low:.1%} to {high:.1%}", f"{value['asked']:,} asked"]
-                )
-    return [table("scores", "Checkpoints", ["checkpoint", "measure", "", "95 % interval", "of"], rows)] if rows else []
+            if not value:
+                continue
+            bits, interval = value.get("bits_per_byte"), value["interval"]
+            shown, unit = (f"{bits:.4f} bits/byte", ".4f") if bits is not None else (f"{value['share']:.1%}", ".1%")
+            between = f"{interval[0]:{unit}} to {interval[1]:{unit}}" if interval else None
+            rows.append([name, what, shown, between, f"{value['bytes' if bits is not None else 'asked']:,}"])
+    return (
+        [table("scores", "Checkpoints", ["checkpoint", "measure", "", "95 % interval", "bytes or asked"], rows)]
+        if rows
+        else []
+    )
 
 
 def cache(run: Run, prefix: str, shared: dict[str, Columns]) -> list[Block]:
