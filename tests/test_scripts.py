@@ -97,7 +97,7 @@ def test_every_stage_leaves_what_it_promises(road: tuple[Path, dict[str, str]]) 
         assert "next: " in printed[script] and f"report {out / 'report.html'}" in printed[script]
         about = json.loads((out / f"run_{stage}.json").read_text())
         assert about["config"] == ckpt["run_config"] and about["environment"]["torch"] and about["unit"]
-        assert set(ckpt["fingerprints"].values()) & set(about["data"].values()) and about["readings"]
+        assert about["readings"] and any(digest in about["data"].values() for digest in ckpt["fingerprints"].values())
     assert (out / "latest").resolve() == (out / "dpo").resolve()
     assert {path.name for path in folder.iterdir()} == {"text.txt", "pairs.jsonl", "cache", "out"}, "no stray outputs"
 
