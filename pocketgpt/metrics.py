@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -176,26 +175,22 @@ def wandb_listener(out: Path, stage: str, run_config: dict[str, Any], resume: bo
 
 
 def tensorboard_listener(out: Path, stage: str, run_config: dict[str, Any], resume: bool) -> Listener:
-    """Event files in `tensorboard/<stage>/`, for `tensorboard --logdir out/tensorboard`. A run from the start replaces
-    the ones of that stage. UserError if the package is missing."""
+    """Event files in `tensorboard/<stage>/`, for `tensorboard --logdir out/tensorboard`. A run takes the place of
+    the ones before it, from its first step on. UserError if the package is missing."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise UserError("log=tensorboard: run pip install tensorboard, or set log=none") from None
 
-    folder = out / "tensorboard" / stage
     writer: SummaryWriter | None = None
 
     def send(step: int, numbers: dict[str, float]) -> None:
         nonlocal writer
-        if writer is None:  # only now it is known from where a resumed run goes on
-            if not resume and folder.exists():
-                shutil.rmtree(folder)
-            writer = SummaryWriter(str(folder), purge_step=step)
+        if writer is None:  # only now it is known from where a resumed run goes on: what was later is no longer shown
+            writer = SummaryWriter(str(out / "tensorboard" / stage), purge_step=step)
             writer.add_text("config", f"```json\n{json.dumps(run_config, indent=2)}\n```", step)
         for name, value in numbers.items():
             writer.add_scalar(name, value, step)
-        writer.flush()  # a run that is killed leaves what it has said
 
     return send, lambda: writer.close() if writer is not None else None
 

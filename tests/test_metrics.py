@@ -84,6 +84,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
+    alive = []  # no end of a log, nor of its life, completes the files
 
     def write(resume: bool, step: int, losses: list[float]) -> None:
         log = RunLog(tmp_path, "base", {"seed": 1}, "tensorboard", resume)
@@ -91,7 +92,8 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
         for at, loss in enumerate(losses, step + 1):
             log.write({"kind": "train", "step": at, "loss": loss})
             log.write({"kind": "val", "step": at, "loss": loss + 1})
-        log.stop()  # and is killed before it closes
+        log.stop()
+        alive.append(log)
 
     write(False, 0, [4.0, 3.0, 2.0])
     folder = tmp_path / "tensorboard" / "base"

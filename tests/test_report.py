@@ -435,6 +435,8 @@ def test_charts_show_the_numbers_under_the_pointer(out: Path, chromium: Browser)
     assert chromium.value(tip) == "training: 1.5 at 4 minutes\nheld out: 1.75 at 4 minutes"
     label = chromium.value(f"document.querySelector('{chart}').getAttribute('aria-label')")
     assert label == "Supervised fine-tuning, nats/token: training ends at 1.5, held out ends at 1.75"
+    chromium.hover('[data-chart="sft/accuracy"] svg', 0.95)
+    assert chromium.value(tip) == "held out: 62.5 at 4 minutes"
     # the path falls from 3 to 1.5, at 0.1, 2 and 4 of 4 minutes
     path = chromium.value(f"document.querySelector('{chart} path').getAttribute('d')")
     (x0, y0), (x1, y1), (x2, y2) = [tuple(map(float, part.split())) for part in re.split("[ML]", path)[1:]]
