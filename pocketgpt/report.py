@@ -50,9 +50,9 @@ class Panel:
 PANELS = (
     Panel("Loss", "", ("loss",)),  # its unit is the stage's
     Panel("Held-out text", "bits per byte", ("bits_per_byte",)),
-    Panel("Preference loss", "nats/pair", ("preference_loss",)),
+    Panel("Preference loss", "/pair", ("preference_loss",)),
     Panel("Reward margin", "chosen less rejected", ("margin",)),
-    Panel("Rewards", "beta times the log ratio to the reference", ("reward_chosen", "reward_rejected")),
+    Panel("Rewards", "chosen and rejected", ("reward_chosen", "reward_rejected")),
     Panel("Accuracy", "%", ("accuracy",), 100, zero=True),
     Panel("Answers to held-out items", "%", ("passed", "liked"), 100, zero=True),
     Panel("Drift from the reference", "nats/answer", ("kl",)),
@@ -454,7 +454,7 @@ def contents(runs: list[Run]) -> dict[str, Any]:
         for block in part(str(run.folder / f"run_{name}.json"), lambda name=name, stage=stage: readings(name, stage))  # type: ignore[misc]
     ]
     if texts:
-        legend = "Blue: supervised tokens, the darker the likelier the model finds them. Grey: read, not learned. The pointer shows the probability of each and what is likeliest in its place."
+        legend = "Blue: supervised tokens, the bluer the likelier the model finds them. Grey: read, not learned. The pointer shows the probability of each and what is likeliest in its place."
         sections.append(("tokens", "Tokens", "Token by token", [note(legend), *texts]))
     for number_of_run, run in enumerate(runs):
         if run.cache:
