@@ -19,7 +19,7 @@ SMALL := model.n_layer=2 model.n_embd=96 train.minutes=0.3 train.eval_every=1000
 smoke  = $(if $(SMOKE),$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo pretrain sft dpo kv_cache evaluate chat test lint clean
+.PHONY: help setup demo pretrain sft dpo kv_cache evaluate report chat test lint clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z_]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -39,7 +39,7 @@ $(DEV): requirements-dev.txt $(READY)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@
 
-demo: $(OUT)/ckpt_dpo.pt $(OUT)/kv_cache.json  ## the whole road with its summary; reuses what is up to date
+demo: $(OUT)/ckpt_dpo.pt $(OUT)/kv_cache.json  ## the whole road with its summary and report.html; reuses what is up to date
 	$(RUN) evaluate.py out=$(OUT) $(call smoke,items=10)
 
 $(OUT)/ckpt_base.pt: $(READY) pretrain.py configs/pretrain.yaml $(CONFIGS) $(LIBRARY)
@@ -69,6 +69,9 @@ kv_cache: $(READY)  ## prove the cache exact and time it
 evaluate: $(READY)  ## all stages side by side
 	$(RUN) evaluate.py $(ARGS)
 
+report: $(READY)  ## the page of what is there, or of several runs: make report ARGS="A B"
+	$(RUN) report.py $(or $(ARGS),$(OUT))
+
 chat: $(READY)  ## talk to checkpoints/latest
 	$(RUN) chat.py $(ARGS)
 
@@ -83,4 +86,5 @@ lint: $(DEV)  ## ruff and mypy
 clean:  ## remove what the stages made, not .venv and not your own files
 	rm -rf data/cache data/shakespeare data/instruct checkpoints/smoke checkpoints/latest
 	rm -rf $(foreach stage,base sft control dpo,checkpoints/$(stage) checkpoints/*_$(stage).*) checkpoints/*kv_cache.* checkpoints/pairs_*.jsonl checkpoints/results.json
+	rm -rf checkpoints/report.html checkpoints/tensorboard
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage* checkpoints/.lock

@@ -26,7 +26,7 @@ from torch import Tensor
 from base_model import GPT
 from data import shakespeare
 from kv_cache import CachedGPT
-from pocketgpt import chat_template, checkpoint, config, evaluation, sources, tasks
+from pocketgpt import chat_template, checkpoint, config, evaluation, report, sources, tasks
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError, run
 from pocketgpt.files import write_text
@@ -128,6 +128,13 @@ def own_pairs(data: config.DataConfig) -> tuple[list[Pair], list[Pair], dict[str
     return train_pairs, val_pairs, {"equal": equal}
 
 
+def marked(tok: Tokenizer, prompt: Conversation, answer: str) -> tuple[list[int], list[bool]]:
+    """The ids of prompt and answer, and which are supervised: the answer and its end token, no earlier answers."""
+    before = chat_template.render_prompt(tok, prompt)
+    after = [*tok.encode(answer), tok.im_end_id]
+    return before + after, [False] * len(before) + [True] * len(after)
+
+
 class PairRows:
     """Encoded pairs. Which ones a step sees is a pure function of seed and step; similar lengths share a batch."""
 
@@ -152,10 +159,7 @@ class PairRows:
 
     @staticmethod
     def encode(tok: Tokenizer, prompt: Conversation, answer: str) -> Example:
-        """Only the answer and its end token are supervised, also where the prompt holds earlier answers."""
-        before = chat_template.render_prompt(tok, prompt)
-        after = [*tok.encode(answer), tok.im_end_id]
-        return Example.of(before + after, [False] * len(before) + [True] * len(after))
+        return Example.of(*marked(tok, prompt, answer))
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -324,6 +328,12 @@ def main() -> None:
         resume = cfg.train.resume and (out / f"resume_{name}.pt").exists()
         settings = TrainConfig(**{**vars(cfg.train), "lr": lr, "resume": resume})
         result = train(model, stage, settings, cfg.optim, out, stage_log)
+        shown = [
+            (f"held-out pair {i}, {side}", marked(tok, pair.prompt, getattr(pair, side)))
+            for i, pair in enumerate(val_pairs[:2], 1)
+            for side in ("chosen", "rejected")
+        ]
+        stage_log.record(readings=[evaluation.reading(model, tok, title, *text) for title, text in shown])
         stage_log.plot([("preference_loss", "DPO loss (nats/pair)"), ("margin", "reward margin"), (monitor, monitor)])
         log.say(f"{name}: {result.step} steps; best " + ", ".join(f"{k} {v:.3f}" for k, v in result.metrics.items()))
         return checkpoint.save(
@@ -352,7 +362,8 @@ def main() -> None:
     log.say("DPO")
     path = finish("dpo", log, batches, preference, cfg.train.lr)
     log.say(
-        f"checkpoint {path}, folder {out / 'dpo'}, metrics {log.path}, plot {log.plot_path}, pairs {out / 'pairs_train.jsonl'}"
+        f"checkpoint {path}, folder {out / 'dpo'}, metrics {log.path}, plot {log.plot_path}, pairs {out / 'pairs_train.jsonl'}, "
+        f"report {report.refresh(out)}"
     )
     log.say("next: python evaluate.py (all stages side by side), make chat (talk to it)")
     log.close()

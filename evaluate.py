@@ -19,7 +19,7 @@ from rich.table import Table
 from data import shakespeare
 from dpo import Pair, PairRows
 from kv_cache import CachedGPT
-from pocketgpt import chat_template, checkpoint, config, evaluation, sources, tasks
+from pocketgpt import chat_template, checkpoint, config, evaluation, report, sources, tasks
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError, run
 from pocketgpt.files import sha256_file, write_json
@@ -194,7 +194,7 @@ def main() -> None:
         results = measure_all(out, stages, cfg) | {"made_from": made_from}
         write_json(path, results)
     show(results)
-    where = f"checkpoint folder {(out / 'latest').resolve()}, plots {out}/plot_*.png, metrics {out}/metrics_*.jsonl, results {path}"
+    where = f"checkpoint folder {(out / 'latest').resolve()}, plots {out}/plot_*.png, metrics {out}/metrics_*.jsonl, results {path}, report {report.refresh(out)}"
     console.print(where, markup=False)
     console.print("next: make chat (talk to it), python kv_cache.py (watch the cache)")
 

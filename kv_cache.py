@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from base_model import GPT, MLP, Attention, Block, GPTConfig, KeepKV
-from pocketgpt import checkpoint, config, kernels, sampling
+from pocketgpt import checkpoint, config, kernels, report, sampling
 from pocketgpt import device as machine
 from pocketgpt.engine import Engine, Request
 from pocketgpt.errors import UserError, run
@@ -1100,7 +1100,7 @@ def main() -> None:
         markup=False,
     )
     folder = path.parent
-    report = {
+    numbers = {
         "checkpoint": str(path),
         "quant": cfg.quant,
         "bits_per_byte_lost": lost,
@@ -1114,8 +1114,9 @@ def main() -> None:
     if by_length:
         plot(by_length, folder / "plot_kv_cache.png")
         console.print(f"plot {folder / 'plot_kv_cache.png'}, numbers {folder / 'kv_cache.json'}", markup=False)
-    write_json(folder / "kv_cache.json", report)
-    print(json.dumps({key: report[key] for key in ("checkpoint", "machine", "max_difference", "speed", "memory")}))
+    write_json(folder / "kv_cache.json", numbers)
+    console.print(f"report {report.refresh(folder)}", markup=False)
+    print(json.dumps({key: numbers[key] for key in ("checkpoint", "machine", "max_difference", "speed", "memory")}))
 
 
 if __name__ == "__main__":

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from base_model import GPT, GPTConfig
 from data import shakespeare
-from pocketgpt import checkpoint, config, sources, tasks
+from pocketgpt import checkpoint, config, report, sources, tasks
 from pocketgpt import device as machine
 from pocketgpt.corpus import Corpus, Documents, chain, prepare
 from pocketgpt.errors import run
-from pocketgpt.evaluation import bits_per_byte
+from pocketgpt.evaluation import bits_per_byte, reading
 from pocketgpt.loss import linear_cross_entropy
 from pocketgpt.metrics import RunLog
 from pocketgpt.optim import OptimConfig
@@ -161,11 +161,13 @@ def main() -> None:
             {"text": corpus.fingerprint},
         ),
     )
+    ids = corpus.val.tokens[:200].tolist()
+    log.record(readings=[reading(model, corpus.tokenizer, "held-out text", ids, [False] + [True] * (len(ids) - 1))])
     plot = log.plot([("loss", "loss (nats/token)"), ("bits_per_byte", "held out (bits/byte)")])
     log.say(
         f"{result.step} steps at {result.tokens_per_s:,.0f} tokens/s, held out {result.metrics['bits_per_byte']:.3f} bits/byte"
     )
-    log.say(f"checkpoint {path}, folder {out / 'base'}, metrics {log.path}, plot {plot}")
+    log.say(f"checkpoint {path}, folder {out / 'base'}, metrics {log.path}, plot {plot}, report {report.refresh(out)}")
     log.say("next: make sft (teach it to answer), or python kv_cache.py (watch the cache)")
     log.close()
 

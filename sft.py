@@ -20,7 +20,7 @@ from torch import Tensor
 from base_model import GPT
 from data import shakespeare
 from kv_cache import CachedGPT
-from pocketgpt import chat_template, checkpoint, config, evaluation, sources, tasks
+from pocketgpt import chat_template, checkpoint, config, evaluation, report, sources, tasks
 from pocketgpt import device as machine
 from pocketgpt.errors import run
 from pocketgpt.loss import IGNORE, linear_cross_entropy
@@ -174,12 +174,13 @@ def main() -> None:
             loaded.fingerprints | {"sft": digests["conversations"]},
         ),
     )
+    log.record(readings=evaluation.read_conversations(model, tok, val_chats))
     plot = log.plot([("loss", "loss (nats/supervised token)")] + ([("accuracy", "held-out accuracy")] if items else []))
     log.say(
         f"{result.step} steps at {result.tokens_per_s:,.0f} tokens/s; "
         + ", ".join(f"{k} {v:.3f}" for k, v in result.metrics.items())
     )
-    log.say(f"checkpoint {path}, folder {out / 'sft'}, metrics {log.path}, plot {plot}")
+    log.say(f"checkpoint {path}, folder {out / 'sft'}, metrics {log.path}, plot {plot}, report {report.refresh(out)}")
     log.say("next: make dpo (prefer its better answers), make chat (talk to it)")
     log.close()
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import platform
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from functools import cache
+from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
@@ -93,6 +98,17 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kibibytes
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """Where a run takes place, in words: the machine, the versions, and the commit of the code where there is one."""
+    facts = {"device": describe(device), "system": platform.platform(), "python": platform.python_version()}
+    facts |= {name: version(name) for name in ("torch", "numpy", "tokenizers")}
+    here = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    with contextlib.suppress(OSError):
+        done = subprocess.run(here, capture_output=True, text=True, check=False)
+        facts |= {"commit": done.stdout.strip()} if done.returncode == 0 else {}
+    return facts | {"started": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
 def describe(device: torch.device) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the models live in top-level scripts, which this library do
 
 MAX_VAL_TOKENS = 100_000  # held-out tokens that bits per byte is measured on, from the start of the split
 MAX_ANSWER = 80  # tokens
+READ_TOKENS = 300  # of a text that the report shows token by token
 TEST_ITEMS, DEV_ITEMS = 200, 25  # per family
 GREEDY = Settings(temperature=0.0)
 # The families whose check is about form more than content.
@@ -165,6 +166,49 @@ def answer_log_probs(model: GPT, rows: Tensor, targets: Tensor, dtype: torch.dty
     chosen = linear_log_probs(hidden[wanted], model.lm_head.weight, targets[wanted], dtype)
     owner = torch.arange(rows.size(0), device=device)[:, None].expand_as(rows)[wanted]
     return torch.zeros(rows.size(0), device=device).index_add(0, owner, chosen)
+
+
+def reading(model: GPT, tok: Tokenizer, title: str, ids: Sequence[int], supervised: Sequence[bool]) -> dict[str, Any]:
+    """A text as the model reads it, for the report: {"title", "tokens"}, each of the tokens as [text, supervised, its
+    probability after what is before it, the three likeliest in its place as [text, probability]].
+
+    The first has nothing before it, and no probability. At most READ_TOKENS are read.
+    """
+
+    def text(i: int) -> str:
+        return tok.token_bytes(i).decode("utf-8", errors="backslashreplace")  # a part of a character as its bytes
+
+    n = min(READ_TOKENS, model.config.block_size)
+    row = torch.tensor([list(ids[:n])], device=model.embed.weight.device)
+    with torch.no_grad():
+        probabilities = model(row)[0, :-1].float().softmax(-1).cpu()
+    best = probabilities.topk(min(3, probabilities.size(1)))
+    given: list[float | None] = [None, *probabilities.gather(1, row[0, 1:, None].cpu())[:, 0].tolist()]
+    likely = [
+        [],
+        *(list(zip(*pair, strict=True)) for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)),
+    ]
+    tokens = [
+        [
+            text(i),
+            bool(counts),
+            p and float(f"{p:.4g}"),
+            [[text(j), float(f"{q:.4g}")] for j, q in others],
+        ]
+        for i, counts, p, others in zip(ids[:n], supervised[:n], given, likely, strict=True)
+    ]
+    return {"title": title if n >= len(ids) else f"{title}, the first {n} of {len(ids)} tokens", "tokens": tokens}
+
+
+def read_conversations(
+    model: GPT, tok: Tokenizer, conversations: Sequence[list[chat_template.Message]], n: int = 4
+) -> list[dict[str, Any]]:
+    """`reading` of n conversations out of these, evenly from first to last."""
+    places = sorted({i * len(conversations) // n for i in range(n)}) if conversations else []
+    return [
+        reading(model, tok, f"held-out conversation {i + 1}", *chat_template.render(tok, conversations[i]))
+        for i in places
+    ]
 
 
 def percent(pair: Sequence[int]) -> str:

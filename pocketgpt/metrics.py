@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from pocketgpt.errors import UserError
-from pocketgpt.files import atomic_path, reserve, write_text
+from pocketgpt.files import atomic_path, reserve, write_json, write_text
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -34,40 +35,30 @@ def bar(description: str, total: float | None = None) -> tuple[Progress, Any]:
 
 
 class RunLog:
-    """The log of one stage: `metrics_<stage>.jsonl` and `plot_<stage>.png` under `out`, lines and a bar on the terminal.
+    """The log of one stage: `metrics_<stage>.jsonl` and `plot_<stage>.png` under `out`, what was run in
+    `run_<stage>.json`, lines and a bar on the terminal.
 
-    `out` is reserved for this process. log: `none`, or `wandb` to send the same numbers there as well; a resumed run
-    keeps its place there, whose name lies in `wandb_<stage>.txt`.
+    `out` is reserved for this process. log: where else to send the numbers, see `LISTENERS`.
 
     Raises:
-        UserError: if log is something else, wandb is not set up, or another process writes to `out`.
+        UserError: if log is something else, or not set up, or another process writes to `out`.
     """
 
     def __init__(
         self, out: Path, stage: str, run_config: dict[str, Any], log: str = "none", resume: bool | str = False
     ) -> None:
-        if log not in ("none", "wandb"):
-            raise UserError(f"log is {log!r}: choose none or wandb")
+        if log not in LISTENERS:
+            raise UserError(f"log is {log!r}: choose {', '.join(LISTENERS)}")
         reserve(out)
         self.stage = stage
         self.path = out / f"metrics_{stage}.jsonl"
         self.plot_path = out / f"plot_{stage}.png"
+        self.about_path = out / f"run_{stage}.json"
+        self.about: dict[str, Any] = {"stage": stage, "config": run_config}
         self.keep = resume
         self.file: TextIO | None = None
         self.progress: Progress | None = None
-        self.wandb: Any = None
-        if log == "wandb":
-            import wandb  # only here: it starts slowly and nobody else needs it
-
-            note = out / f"wandb_{stage}.txt"
-            run_id = note.read_text("utf-8").strip() if resume and note.exists() else secrets.token_hex(4)
-            write_text(note, run_id + "\n")
-            try:
-                self.wandb = wandb.init(
-                    project="pocketgpt", name=stage, id=run_id, resume="allow", config=run_config, dir=out
-                )
-            except wandb.errors.Error as error:
-                raise UserError(f"log=wandb: {error}; or set WANDB_MODE=offline, or log=none") from None
+        self.send, self.close = LISTENERS[log](out, stage, run_config, bool(resume))
 
     def start(self, steps: int, minutes: float, step: int, elapsed: float) -> None:
         """Open the metrics file (dropping what a resumed run will do again) and the progress bar."""
@@ -80,6 +71,11 @@ class RunLog:
         self.progress, self.task = bar(self.stage if self.by_steps else f"{self.stage} (s)", total)
         self.advance(step, elapsed)
         self.progress.start()
+
+    def record(self, **facts: Any) -> None:
+        """Add plain values to `run_<stage>.json`: what cannot be told from the numbers."""
+        self.about |= facts
+        write_json(self.about_path, self.about)
 
     def advance(self, step: int, elapsed: float) -> None:
         assert self.progress is not None
@@ -104,8 +100,8 @@ class RunLog:
             self.file.flush()
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}") from error
-        if self.wandb is not None:
-            self.wandb.log({key: value for key, value in row.items() if key != "kind"}, step=row["step"])
+        prefix = "held_out/" if row["kind"] == "val" else ""
+        self.send(row["step"], {prefix + key: value for key, value in row.items() if key not in ("kind", "step")})
 
     def train(self, step: int, shown: dict[str, float], unit: str, **numbers: float) -> None:
         """One line of training numbers."""
@@ -120,8 +116,8 @@ class RunLog:
         left = self.progress.tasks[self.task].time_remaining if self.progress else None
         return f"ETA {int(left) // 60}:{int(left) % 60:02d}" if left is not None else ""
 
-    def validation(self, step: int, elapsed: float, metrics: dict[str, float], sample: str) -> None:
-        self.write({"kind": "val", "step": step, "elapsed_s": elapsed, **metrics})
+    def validation(self, step: int, tokens: int, elapsed: float, metrics: dict[str, float], sample: str) -> None:
+        self.write({"kind": "val", "step": step, "tokens": tokens, "elapsed_s": elapsed, **metrics})
         self.say(f"step {step:>5}  held out: " + "  ".join(f"{key} {value:.4f}" for key, value in metrics.items()))
         if sample:
             self.say("  | " + sample.strip().replace("\n", "\n  | "))
@@ -151,9 +147,55 @@ class RunLog:
         plt.close(figure)
         return self.plot_path
 
-    def close(self) -> None:
-        if self.wandb is not None:
-            self.wandb.finish()
+
+Send = Callable[[int, dict[str, float]], None]  # the step, and its numbers by name
+Listener = tuple[Send, Callable[[], None]]  # and what to call at the end
+
+
+def no_listener(out: Path, stage: str, run_config: dict[str, Any], resume: bool) -> Listener:
+    return lambda step, numbers: None, lambda: None
+
+
+def wandb_listener(out: Path, stage: str, run_config: dict[str, Any], resume: bool) -> Listener:
+    """Weights & Biases, online or offline as it is set up, without a question. A resumed run keeps its place there, whose
+    name lies in `wandb_<stage>.txt`. UserError if there is no account."""
+    import wandb  # only here: it starts slowly and nobody else needs it
+
+    offline = wandb.setup().settings.mode in ("offline", "disabled", "dryrun")
+    if not offline and not wandb.login(prompt=False, verify=False):  # wandb.init would ask, and wait for an answer
+        raise UserError("log=wandb: no account is set up: run wandb login, or set WANDB_MODE=offline, or log=none")
+    note = out / f"wandb_{stage}.txt"
+    run_id = note.read_text("utf-8").strip() if resume and note.exists() else secrets.token_hex(4)
+    write_text(note, run_id + "\n")
+    try:
+        run = wandb.init(project="pocketgpt", name=stage, id=run_id, resume="allow", config=run_config, dir=out)
+    except wandb.errors.Error as error:
+        raise UserError(f"log=wandb: {error}; or set WANDB_MODE=offline, or log=none") from None
+    return lambda step, numbers: run.log(numbers, step=step), run.finish
+
+
+def tensorboard_listener(out: Path, stage: str, run_config: dict[str, Any], resume: bool) -> Listener:
+    """Event files in `tensorboard/<stage>/`, for `tensorboard --logdir out/tensorboard`. A run takes the place of
+    the ones before it, from its first step on. UserError if the package is missing."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError("log=tensorboard: run pip install tensorboard, or set log=none") from None
+
+    writer: SummaryWriter | None = None
+
+    def send(step: int, numbers: dict[str, float]) -> None:
+        nonlocal writer
+        if writer is None:  # only now it is known from where a resumed run goes on: what was later is no longer shown
+            writer = SummaryWriter(str(out / "tensorboard" / stage), purge_step=step)
+            writer.add_text("config", f"```json\n{json.dumps(run_config, indent=2)}\n```", step)
+        for name, value in numbers.items():
+            writer.add_scalar(name, value, step)
+
+    return send, lambda: writer.close() if writer is not None else None
+
+
+LISTENERS = {"none": no_listener, "wandb": wandb_listener, "tensorboard": tensorboard_listener}
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -143,6 +143,7 @@ class State:
     the step's number."""
 
     step: int = 0
+    tokens: int = 0  # that the network has read
     elapsed: float = 0.0  # seconds of training behind us
     skipped: int = 0  # steps whose loss or gradient was not finite, which changed nothing
     bad: int = 0  # how many of them came last, in a row
@@ -181,6 +182,8 @@ def train(
             log.say(f"resuming although this has changed: {'; '.join(changed)}")
         log.say(f"resumed at step {state.step} from {resume_path}")
     log.start(config.steps, config.minutes, state.step, state.elapsed)
+    data = {key: value for key, value in stage.made_from.items() if key not in log.about["config"]}
+    log.record(unit=stage.unit, data=data, environment=machine.environment(device))
     if stage.monitor is not None and state.step == 0:
         evaluate(model, stage, state, log)  # the weights we start from may turn out the best
 
@@ -225,7 +228,9 @@ def train(
             machine.synchronize(device)
             step_seconds = time.perf_counter() - step_start
             state.step += 1
-            tokens += sum(batch.tokens for batch in batches)
+            read = sum(batch.tokens for batch in batches)
+            tokens += read
+            state.tokens += read
             timed += step_seconds
             state.elapsed = time.perf_counter() - began
             shown = {key: float(value) / weight for key, value in sums.items()}
@@ -243,6 +248,7 @@ def train(
                     tokens_per_s=rate,
                     mfu=rate * stage.flops_per_token / machine.matmul_rate(device, autocast_dtype(config, device)),
                     memory_bytes=machine.peak_memory(device),
+                    tokens=state.tokens,
                     elapsed_s=state.elapsed,
                 )
                 if state.step > 1:
@@ -298,7 +304,7 @@ def evaluate(model: nn.Module, stage: Stage, state: State, log: RunLog) -> None:
     model.eval()
     with torch.no_grad():
         state.last_metrics = stage.evaluate()
-        log.validation(state.step, state.elapsed, state.last_metrics, stage.sample())
+        log.validation(state.step, state.tokens, state.elapsed, state.last_metrics, stage.sample())
     model.train()
     if stage.monitor is not None and state.last_metrics[stage.monitor] > state.best:
         state.best = state.last_metrics[stage.monitor]

@@ -16,6 +16,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import chat
+import report
 from base_model import GPT, GPTConfig
 from docs import figures
 from kv_cache import BlockPool, CachedGPT, DynamicCache, QuantizedCache, SlidingCache, StaticCache, kv_cache_bytes
@@ -113,6 +114,8 @@ def test_commands_exist(command: list[str]) -> None:
         assert (ROOT / script).exists()
         if script == "chat.py" and "--help" not in rest:
             assert isinstance(chat.parse(rest), argparse.Namespace)
+        elif script == "report.py":
+            assert report.parse(rest).runs
         elif Path(script).stem in STAGES:
             compose(Path(script).stem, [argument for argument in rest if argument != "--help"])
 

@@ -254,7 +254,16 @@ def test_a_damaged_resume_file_gives_way_to_the_one_before(
 def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     started: list[dict[str, Any]] = []
-    monkeypatch.setattr(wandb, "init", lambda **given: started.append(given))
+
+    class Run:
+        log = finish = print
+
+    def init(**given: Any) -> Run:
+        started.append(given)
+        return Run()
+
+    monkeypatch.setattr(wandb, "login", lambda **given: True)
+    monkeypatch.setattr(wandb, "init", init)
     for resume in (False, True, "force", False):
         metrics.RunLog(tmp_path, "base", {}, "wandb", resume)
     ids = [given["id"] for given in started]

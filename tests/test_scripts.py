@@ -94,9 +94,41 @@ def test_every_stage_leaves_what_it_promises(road: tuple[Path, dict[str, str]]) 
         assert {row["kind"] for row in rows} == {"train", "val"} and rows[-1]["step"] == 3
         assert (out / f"plot_{stage}.png").read_bytes().startswith(b"\x89PNG")
         assert (out / f"config_{stage}.yaml").exists() and str(out / f"ckpt_{stage}.pt") in printed[script]
-        assert "next: " in printed[script]
+        assert "next: " in printed[script] and f"report {out / 'report.html'}" in printed[script]
+        about = json.loads((out / f"run_{stage}.json").read_text())
+        assert about["config"] == ckpt["run_config"] and about["environment"]["torch"] and about["unit"]
+        assert about["readings"] and any(digest in about["data"].values() for digest in ckpt["fingerprints"].values())
     assert (out / "latest").resolve() == (out / "dpo").resolve()
     assert {path.name for path in folder.iterdir()} == {"text.txt", "pairs.jsonl", "cache", "out"}, "no stray outputs"
+
+
+def test_the_report_shows_the_whole_road(road: tuple[Path, dict[str, str]]) -> None:
+    out = road[0] / "out"
+    (data,) = re.findall(
+        r'<script id="report" type="application/json">(.*?)</script>', (out / "report.html").read_text("utf-8"), re.S
+    )
+    page = json.loads(data)
+    sections = [
+        "overview",
+        "evaluation",
+        "stage-base",
+        "stage-sft",
+        "stage-control",
+        "stage-dpo",
+        "tokens",
+        "cache-0",
+        "settings",
+    ]
+    assert [section["id"] for section in page["sections"]] == sections
+    for stage in ("base", "sft", "control", "dpo"):
+        rows = [row for row in read_jsonl(out / f"metrics_{stage}.jsonl") if row["kind"] == "train"]
+        columns = page["columns"][f"0/{stage}/train"]
+        for key, column in columns.items():
+            values = [row[key] if key != "minutes" else row["elapsed_s"] / 60 for row in rows]
+            assert column == pytest.approx(values, rel=1e-5), key
+        assert {"loss", "tokens", "minutes", "lr", "grad_norm", "tokens_per_s", "mfu", "memory_bytes"} <= columns.keys()
+    assert page["columns"]["0/base/train"]["tokens"] == [2 * 128, 3 * 2 * 128]
+    assert len(data) < 300_000 and "run evaluate.py again" not in data
 
 
 def test_logged_loss_starts_at_the_entropy_of_a_guess(road: tuple[Path, dict[str, str]]) -> None:
