@@ -13,6 +13,7 @@ from pocketgpt import chat_template, packing
 from pocketgpt.errors import UserError
 from pocketgpt.loss import IGNORE, linear_cross_entropy
 from pocketgpt.packing import Example, PackedRows, attention_mask, examples, lay_out, pack, row_length
+from pocketgpt.shapes import Chat
 from pocketgpt.tokenizer import Tokenizer
 
 
@@ -71,7 +72,7 @@ def test_targets_are_the_next_ids_where_supervised() -> None:
 
 def test_exactly_the_answers_and_their_end_tokens_are_supervised(tok: Tokenizer) -> None:
     chat = [{"role": "system", "content": "Be brief."}, *turns("hello", "a b", "and the keeper?", "the lamp")]
-    (made,), _ = examples(tok, [chat], 512)
+    (made,), _ = examples(tok, [Chat(chat)], 512)
     supervised = [*tok.encode("a b"), tok.im_end_id, *tok.encode("the lamp"), tok.im_end_id]
     assert made.targets[made.targets != IGNORE].tolist() == supervised
     # the row that predicts the first token of an answer is the newline after "assistant"
@@ -89,19 +90,21 @@ def test_conversations_that_are_too_long_are_dropped_and_counted(tok: Tokenizer)
     short, longer = (len(chat_template.render(tok, chats[i])[0]) - 1 for i in (0, 2))  # the last id is a target only
     assert short < longer
     for block, fitting in ((longer, 2), (longer - 1, 1), (short, 1)):
-        kept, too_long = examples(tok, chats, block)
+        kept, too_long = examples(tok, map(Chat, chats), block)
         assert (len(kept), too_long) == (fitting, 4 - fitting)
         assert [len(made) for made in kept] == [short, longer][:fitting]
     with pytest.raises(UserError, match=f"no training conversation is left: 4 were longer than .* {short - 1} tokens"):
-        examples(tok, chats, short - 1)
+        examples(tok, map(Chat, chats), short - 1)
 
 
 def test_data_without_anything_to_learn_is_refused(tok: Tokenizer) -> None:
     with pytest.raises(UserError, match="no supervised token"):
-        examples(tok, [turns("only a question")], 512)
+        examples(tok, [Chat(turns("only a question"))], 512)
     with pytest.raises(UserError, match="no training conversation is left"):
         examples(tok, [], 512)
-    kept, _ = examples(tok, [turns("a question"), turns("hi", "")], 512)  # an empty answer has its end token
+    kept, _ = examples(
+        tok, [Chat(turns("a question")), Chat(turns("hi", ""))], 512
+    )  # an empty answer has its end token
     assert [int((made.targets != IGNORE).sum()) for made in kept] == [0, 1]
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import pretrain
 import sft
 from base_model import GPT
 from kv_cache import CachedGPT
-from pocketgpt import chat_template, checkpoint, evaluation, tasks
+from pocketgpt import checkpoint, evaluation, tasks
 from pocketgpt.errors import UserError
 from pocketgpt.metrics import read_jsonl
 from pocketgpt.tokenizer import Tokenizer
@@ -354,16 +353,3 @@ def test_batched_answers_equal_single_ones(road: tuple[Path, dict[str, str]]) ->
     together = evaluation.answer_many(model, loaded.tokenizer, prompts, evaluation.GREEDY, 0)
     alone = [evaluation.answer_many(model, loaded.tokenizer, [p], evaluation.GREEDY, 0)[0] for p in prompts]
     assert together == alone
-
-
-def test_shown_rows_mark_what_is_supervised(tok: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
-    sft.show_rows(tok, [[{"role": "user", "content": "hi there"}, {"role": "assistant", "content": "yes"}]])
-    *lines, last = capsys.readouterr().out.strip().splitlines()
-    text = "\n".join(lines)
-    marked = "".join(re.findall("«(.*?)»", text, re.S))
-    assert marked == "yes<|im_end|>"
-    assert "hi there" in text.replace("«", "").replace("»", "") and "hi" not in marked
-    ids, supervised = chat_template.render(
-        tok, [{"role": "user", "content": "hi there"}, {"role": "assistant", "content": "yes"}]
-    )
-    assert last == f"{sum(supervised)} of {len(ids)} tokens supervised"
