@@ -131,13 +131,18 @@ def piece(tok: Tokenizer, token: int) -> str:
         return "".join(f"<{byte:02x}>" for byte in raw)
 
 
+def plain() -> bool:
+    """Whether there is no colour to mark tokens with."""
+    return console.color_system is None or console.no_color
+
+
 def marked(tok: Tokenizer, ids: Ids, learned: list[bool], limit: int) -> Text:
     """At most `limit` tokens, the learned ones in green, or in «» where there is no colour."""
     line = Text()
     controls = (tok.eot_id, tok.im_start_id, tok.im_end_id)
     for number, (token, counts) in enumerate(zip(ids[:limit], learned, strict=False)):
         text = piece(tok, token)
-        if console.color_system is None and counts:
+        if plain() and counts:
             text = f"«{text}»"
         style = (LEARNED if counts else READ)[number % 2]
         line.append(
@@ -150,7 +155,7 @@ def marked(tok: Tokenizer, ids: Ids, learned: list[bool], limit: int) -> Text:
 
 
 def legend() -> Text:
-    if console.color_system is None:
+    if plain():
         return Text("«learned», the rest is read only")
     line = Text()
     for number, (text, style) in enumerate((("learned", LEARNED[0]), ("read", READ[0]), ("control", CONTROL))):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pocketgpt import chat_template, packing
 from pocketgpt.errors import UserError
 from pocketgpt.loss import IGNORE, linear_cross_entropy
-from pocketgpt.packing import Example, PackedRows, attention_mask, examples, lay_out, pack, row_length
+from pocketgpt.packing import Example, PackedRows, attention_mask, encode, examples, lay_out, pack, row_length
 from pocketgpt.shapes import Chat
 from pocketgpt.tokenizer import Tokenizer
 
@@ -218,3 +218,26 @@ def test_one_short_example_is_enough() -> None:
     made = packed.batch(5, 3)
     assert made.inputs[:, 0].tolist() == [7, 7, 7]
     assert int((made.segments >= 0).sum()) == 9
+
+
+# --- what is not a conversation from its first turn on --------------------------------------------------------------
+
+
+def test_answers_before_learn_from_are_read_only(tok: Tokenizer) -> None:
+    messages = turns("one", "two", "three", "four")
+    for start in range(5):
+        ids, supervised = encode(tok, Chat(messages, start))
+        assert ids == encode(tok, Chat(messages))[0]
+        learned = tok.decode(id_ for id_, counts in zip(ids, supervised, strict=True) if counts)
+        assert learned == "two<|im_end|>" * (start < 2) + "four<|im_end|>" * (start < 4)
+
+
+def test_a_text_is_learned_from_end_to_end_and_in_pieces_where_it_is_long(tok: Tokenizer) -> None:
+    text = "The gulls talked about the sea. " * 9
+    ids = [tok.eot_id, *tok.encode(text), tok.eot_id]
+    (whole,), _ = examples(tok, [text], len(ids))
+    assert (whole.inputs.tolist(), whole.targets.tolist()) == (ids[:-1], ids[1:])
+    pieces, too_long = examples(tok, [text], 20)
+    assert too_long == 0 and [len(piece) for piece in pieces[:-1]] == [20] * (len(pieces) - 1)
+    assert np.concatenate([piece.inputs for piece in pieces]).tolist() == ids[:-1]
+    assert np.concatenate([piece.targets for piece in pieces]).tolist() == ids[1:]
