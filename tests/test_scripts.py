@@ -258,7 +258,7 @@ def test_bad_rows_stop_sft_and_leave_the_old_checkpoint(
     path = tmp_path / "chats.jsonl"
     good = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x" * 900}]}
     for row, message in (
-        ({"text": "no chat"}, "expected messages"),
+        ({"body": "no chat"}, "expected messages"),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "robot"),
         ({"prompt": "only"}, "expected messages"),
         (good, "longer than the block of 128 tokens"),
