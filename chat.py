@@ -78,7 +78,7 @@ def main() -> None:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; python chat.py --help lists the options")
+        raise UserError(f"{message}; python {self.prog} --help lists the options")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -26,12 +26,13 @@ from torch import Tensor
 from base_model import GPT
 from data import shakespeare
 from kv_cache import CachedGPT
-from pocketgpt import chat_template, checkpoint, config, evaluation, report, sources, tasks
+from pocketgpt import chat_template, checkpoint, config, evaluation, report, shapes, sources, tasks
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError, run
 from pocketgpt.files import write_text
 from pocketgpt.loss import IGNORE, dpo_loss
 from pocketgpt.metrics import RunLog, console
+from pocketgpt.mixture import Mixture
 from pocketgpt.optim import OptimConfig
 from pocketgpt.packing import Example
 from pocketgpt.sampling import Settings
@@ -85,6 +86,7 @@ class Pair:
     prompt: Conversation
     chosen: str
     rejected: str
+    source: int = 0  # of a mixture
 
 
 def sample_pairs(
@@ -117,14 +119,16 @@ def sample_pairs(
 
 def own_pairs(data: config.DataConfig) -> tuple[list[Pair], list[Pair], dict[str, int]]:
     """Training and held-out pairs from the user's preference data; equal answers are dropped and counted."""
-    pairs, equal = [], 0
-    for where, row in sources.open_rows(data):
-        prompt, chosen, rejected = sources.to_preference(row, where)
-        if chosen == rejected:
-            equal += 1
-        else:
-            pairs.append(Pair(prompt, chosen, rejected))
-    train_pairs, val_pairs = sources.hold_out(pairs, data)
+    train_pairs: list[Pair] = []
+    val_pairs: list[Pair] = []
+    equal = 0
+    for source, part in enumerate(data.parts()):
+        found = [shapes.preference(row, where) for where, row in sources.open_rows(part.data)]
+        pairs = [Pair(*each, source) for each in found if each.chosen != each.rejected]
+        equal += len(found) - len(pairs)
+        kept, held = sources.hold_out(pairs, part.data)
+        train_pairs += kept
+        val_pairs += held
     return train_pairs, val_pairs, {"equal": equal}
 
 
@@ -138,16 +142,22 @@ def marked(tok: Tokenizer, prompt: Conversation, answer: str) -> tuple[list[int]
 class PairRows:
     """Encoded pairs. Which ones a step sees is a pure function of seed and step; similar lengths share a batch."""
 
-    def __init__(self, tok: Tokenizer, pairs: Sequence[Pair], block_size: int, seed: int) -> None:
+    def __init__(
+        self, tok: Tokenizer, pairs: Sequence[Pair], block_size: int, seed: int, shares: Sequence[float] = (1.0,)
+    ) -> None:
+        """`shares` of training: one for each source of the pairs."""
         self.seed = seed
         self.chosen: list[Example] = []
         self.rejected: list[Example] = []
         self.too_long = 0
+        self.mixture = Mixture(shares, seed)
+        self.sources: list[list[int]] = [[] for _ in shares]  # the pairs of each
         for pair in pairs:
             sides = [self.encode(tok, pair.prompt, answer) for answer in (pair.chosen, pair.rejected)]
             if max(map(len, sides)) > block_size:
                 self.too_long += 1
             else:
+                self.sources[pair.source].append(len(self.chosen))
                 self.chosen.append(sides[0])
                 self.rejected.append(sides[1])
         if not self.chosen:
@@ -173,13 +183,20 @@ class PairRows:
             inputs[row, : len(side)], targets[row, : len(side)] = side.inputs, side.targets
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
+    def order(self, numbers: range) -> list[int]:
+        """Which pairs stand at these places of the endless order: every epoch of a source has all of its pairs once."""
+        picks = [self.mixture.pick(number) for number in numbers]
+        epochs = {(source, number // len(self.sources[source])) for source, number in picks}
+        shuffled = {
+            (source, epoch): np.random.default_rng([self.seed, epoch]).permutation(self.sources[source])
+            for source, epoch in epochs
+        }
+        lengths = [len(pairs) for pairs in self.sources]
+        return [int(shuffled[s, n // lengths[s]][n % lengths[s]]) for s, n in picks]
+
     def batch(self, step: int, batch_size: int, micro: int) -> list[Batch]:
         """The pairs of a step, longest first, in micro-batches with their reference log-probabilities."""
-        numbers = range(step * batch_size, (step + 1) * batch_size)
-        orders = {
-            n // len(self): np.random.default_rng([self.seed, n // len(self)]).permutation(len(self)) for n in numbers
-        }
-        which = [int(orders[n // len(self)][n % len(self)]) for n in numbers]
+        which = self.order(range(step * batch_size, (step + 1) * batch_size))
         which.sort(key=lambda i: -len(self.chosen[i]) - len(self.rejected[i]))
         parts = []
         for start in range(0, len(which), micro):
@@ -246,8 +263,15 @@ def main() -> None:
             for p in kept
         )
         write_text(out / f"pairs_{name}.jsonl", "".join(line + "\n" for line in lines))
-    pairs = PairRows(tok, train_pairs, model.config.block_size, cfg.train.seed)
-    held = PairRows(tok, val_pairs, model.config.block_size, cfg.train.seed)
+    parts = cfg.data.parts()
+    shares = [part.share for part in parts]
+    pairs = PairRows(tok, train_pairs, model.config.block_size, cfg.train.seed, shares)
+    for part, members in zip(parts, pairs.sources, strict=True):
+        if not members:
+            raise UserError(f"{part.name}: none of its pairs fits into {model.config.block_size} tokens")
+        if len(parts) > 1:
+            log.say(f"{part.share:.1%} of training from {part.name}, {len(members):,} pairs")
+    held = PairRows(tok, val_pairs, model.config.block_size, cfg.train.seed, shares)
     dropped = ", ".join(f"{count} {what}" for what, count in counts.items())
     log.say(f"{len(pairs)} pairs to train on ({dropped}, {pairs.too_long} too long), {len(held)} held out")
     for rows in (pairs, held):

@@ -19,7 +19,7 @@ from rich.table import Table
 from data import shakespeare
 from dpo import Pair, PairRows
 from kv_cache import CachedGPT
-from pocketgpt import chat_template, checkpoint, config, evaluation, report, sources, tasks
+from pocketgpt import chat_template, checkpoint, config, evaluation, report, shapes, sources, tasks
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError, run
 from pocketgpt.files import sha256_file, write_json
@@ -52,7 +52,7 @@ def held_out_pairs(out: Path) -> list[Pair]:
     path = out / "pairs_heldout.jsonl"
     if not path.exists():
         return []
-    return [Pair(*sources.to_preference(row, where)) for where, row in sources.rows(path)]
+    return [Pair(*shapes.preference(row, where)) for where, row in sources.rows(path)]
 
 
 def chat(model: CachedGPT, tok: Tokenizer, turns: list[str]) -> list[chat_template.Message]:

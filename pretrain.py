@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from pocketgpt.errors import run
 from pocketgpt.evaluation import bits_per_byte, reading
 from pocketgpt.loss import linear_cross_entropy
 from pocketgpt.metrics import RunLog
+from pocketgpt.mixture import Mixture
 from pocketgpt.optim import OptimConfig
 from pocketgpt.token_files import Windows
 from pocketgpt.trainer import Batch, Stage, TrainConfig, train
@@ -61,8 +63,15 @@ def own_documents(data: config.DataConfig) -> Iterator[str]:
     return itertools.islice(found, data.limit or None)
 
 
-def documents(data: config.DataConfig) -> tuple[Documents, Documents, str]:
-    """The training documents, the held-out ones, and a string that changes when either does."""
+def documents(data: config.DataConfig) -> tuple[list[Documents], Documents, str]:
+    """The training documents of each source, the held-out ones of all, and a string that changes when any do."""
+    found = [source_documents(part.data) for part in data.parts()]
+    trains, vals, sources = zip(*found, strict=True)
+    return list(trains), chain(*vals), sources[0] if len(sources) == 1 else json.dumps(sources)
+
+
+def source_documents(data: config.DataConfig) -> tuple[Documents, Documents, str]:
+    """`documents` of a single source."""
     train_docs: Documents
     val_docs: Documents
     if data.kind == "shakespeare":
@@ -98,6 +107,7 @@ def main() -> None:
     cfg.train.check()
     cfg.optim.check()
     cfg.data.check(("shakespeare", "mine", "hub"))
+    parts = cfg.data.parts()
     out = Path(cfg.out)
     device = machine.pick_device(cfg.device)
     dtype, why = machine.pick_dtype(cfg.train.dtype, device)
@@ -106,17 +116,22 @@ def main() -> None:
     shape = GPTConfig.from_dict(cfg.model | {"vocab_size": corpus.tokenizer.vocab_size}, "configuration of pretrain")
     torch.manual_seed(cfg.train.seed)
     model = GPT(shape).to(device)
-    windows = Windows(corpus.train, shape.block_size, cfg.train.seed)
+    windows = [Windows(file, shape.block_size, cfg.train.seed) for file in corpus.train]
+    mixture = Mixture([part.share for part in parts], cfg.train.seed)
 
     log = RunLog(out, "base", config.plain(cfg), cfg.log, cfg.train.resume)
     log.say(f"{machine.describe(device)}; {why}")
     log.say(
-        f"{corpus.train.meta['bytes'] / 1e6:.2f} MB to train on, {len(corpus.train):,} tokens; "
+        f"{sum(file.meta['bytes'] for file in corpus.train) / 1e6:.2f} MB to train on, {sum(map(len, corpus.train)):,} tokens; "
         f"{corpus.val.meta['bytes'] / 1e6:.2f} MB held out; model of {model.n_parameters() / 1e6:.2f} M parameters"
     )
 
+    for part, file in zip(parts, corpus.train, strict=True):
+        if len(parts) > 1:
+            log.say(f"{part.share:.1%} of training from {part.name}, {len(file):,} tokens")
+
     def batches(step: int) -> list[Batch]:
-        rows = torch.from_numpy(windows.batch(step, cfg.train.batch_size))
+        rows = torch.from_numpy(np.stack(mixture.rows(windows, step, cfg.train.batch_size)))
         return [
             Batch((part[:, :-1], part[:, 1:]), part[:, 1:].numel(), part[:, 1:].numel())
             for part in rows.split(cfg.train.micro_batch_size)

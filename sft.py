@@ -2,7 +2,7 @@
 
     python sft.py                                        # generated instructions with checkable answers
     python sft.py data=mine data.path=chats.jsonl train.minutes=20
-    python sft.py show=3                                 # print three rows, supervised tokens marked, and stop
+    python show.py sft                                   # what it would learn from, supervised tokens marked
 
 The loss counts assistant tokens and the end token after them, in every turn; conversations are packed into full rows
 in which they cannot see each other. Writes ckpt_sft.pt, the folder sft/, metrics_sft.jsonl and plot_sft.png.
@@ -10,24 +10,25 @@ in which they cannot see each other. Writes ckpt_sft.pt, the folder sft/, metric
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.text import Text
 from torch import Tensor
 
 from base_model import GPT
 from data import shakespeare
 from kv_cache import CachedGPT
-from pocketgpt import chat_template, checkpoint, config, evaluation, report, sources, tasks
+from pocketgpt import checkpoint, config, evaluation, report, shapes, sources, tasks
 from pocketgpt import device as machine
 from pocketgpt.errors import run
 from pocketgpt.loss import IGNORE, linear_cross_entropy
 from pocketgpt.metrics import RunLog, console
+from pocketgpt.mixture import Mixture
 from pocketgpt.optim import OptimConfig
 from pocketgpt.packing import Example, PackedRows, attention_mask, examples, lay_out, pack, row_length
-from pocketgpt.tokenizer import Tokenizer
+from pocketgpt.shapes import Chat
 from pocketgpt.trainer import Batch, Stage, TrainConfig, train
 
 
@@ -42,35 +43,29 @@ class Config:
     out: str
     device: str
     log: str
-    show: int
 
 
-def conversations(
-    data: config.DataConfig,
-) -> tuple[list[list[chat_template.Message]], list[list[chat_template.Message]], list[tasks.Item]]:
-    """Training conversations, held-out ones, and held-out items with a checker (none for data that is not ours)."""
+Chats = list[Chat | str]
+
+
+def conversations(data: config.DataConfig) -> tuple[list[Chats], Chats, list[tasks.Item]]:
+    """Training conversations (or texts) of each source, held-out ones of all, and held-out items with a checker (none
+    for data that is not ours)."""
+    found = [source_conversations(part.data) for part in data.parts()]
+    trains, vals, items = zip(*found, strict=True)
+    return list(trains), list(itertools.chain(*vals)), list(itertools.chain(*items))
+
+
+def source_conversations(data: config.DataConfig) -> tuple[Chats, Chats, list[tasks.Item]]:
+    """`conversations` of a single source."""
     if data.kind == "instruct":
         speeches = shakespeare.speeches()
         rows = tasks.conversations(data.generate, seed=0, speeches=speeches)
         _, items = evaluation.heldout_items(speeches)
-        return [row["messages"] for row in rows], [item.conversation() for item in items], items
-    chats = [sources.to_messages(row, where) for where, row in sources.open_rows(data)]
+        return [Chat(row["messages"]) for row in rows], [Chat(item.conversation()) for item in items], items
+    chats = [shapes.chat(row, where) for where, row in sources.open_rows(data)]
     train_chats, val_chats = sources.hold_out(chats, data)
     return train_chats, val_chats, []
-
-
-def show_rows(tok: Tokenizer, chats: list[list[chat_template.Message]]) -> None:
-    """Print conversations token by token, the supervised ones marked: in colour, or in «» where there is none."""
-    for messages in chats:
-        ids, supervised = chat_template.render(tok, messages)
-        line = Text()
-        for token, counts in zip(ids, supervised, strict=True):
-            piece = tok.decode([token])
-            if not console.is_terminal:
-                piece = f"«{piece}»" if counts else piece
-            line.append(piece, style="black on green" if counts else "dim")
-        console.print(line)
-        console.print(f"[dim]{sum(supervised)} of {len(ids)} tokens supervised[/dim]\n")
 
 
 def heldout_loss(model: GPT, rows: list[list[Example]], length: int, dtype: torch.dtype) -> float:
@@ -94,13 +89,11 @@ def main() -> None:
     cfg.train.check()
     cfg.optim.check()
     cfg.data.check(("instruct", "mine", "hub"))
+    parts = cfg.data.parts()
     out = Path(cfg.out)
     loaded = checkpoint.load(cfg.checkpoint or out / "ckpt_base.pt")
     tok = loaded.tokenizer
     train_chats, val_chats, items = conversations(cfg.data)
-    if cfg.show:
-        show_rows(tok, train_chats[: cfg.show])
-        return
 
     device = machine.pick_device(cfg.device)
     dtype, why = machine.pick_dtype(cfg.train.dtype, device)
@@ -108,10 +101,13 @@ def main() -> None:
     cached = CachedGPT.sharing(model)
     block = model.config.block_size
     with console.status("encoding the conversations"):
-        train_examples, too_long = examples(tok, train_chats, block, "training")
+        encoded = [examples(tok, chats, block, "training") for chats in train_chats]
+        train_examples = [example for found, _ in encoded for example in found]
         val_examples, _ = examples(tok, val_chats, block, "held-out")
         length = row_length(train_examples + val_examples, block)
-        packed = PackedRows(train_examples, length, cfg.train.seed)
+        packed = [PackedRows(found, length, cfg.train.seed) for found, _ in encoded]
+        mixture = Mixture([part.share for part in parts], cfg.train.seed)
+        n_rows, too_long = sum(rows.per_epoch for rows in packed), sum(dropped for _, dropped in encoded)
     val_rows = [[val_examples[i] for i in row] for row in pack([len(e) for e in val_examples], length)]
 
     log = RunLog(out, "sft", config.plain(cfg), cfg.log, cfg.train.resume)
@@ -120,11 +116,14 @@ def main() -> None:
     log.say(f"{machine.describe(device)}; {why}")
     log.say(
         f"{len(train_examples):,} conversations, {read:,} tokens, {supervised / read:.0%} of them supervised, in "
-        f"{packed.per_epoch:,} rows of {length} filled to {read / packed.per_epoch / length:.1%}; {too_long} too long for {block} tokens, dropped"
+        f"{n_rows:,} rows of {length} filled to {read / n_rows / length:.1%}; {too_long} too long for {block} tokens, dropped"
     )
+    for part, rows in zip(parts, packed, strict=True):
+        if len(parts) > 1:
+            log.say(f"{part.share:.1%} of training from {part.name}, {len(rows.items):,} in {rows.per_epoch:,} rows")
 
     def batches(step: int) -> list[Batch]:
-        rows = packed.batch(step, cfg.train.batch_size)
+        rows = lay_out(mixture.rows(packed, step, cfg.train.batch_size), length)
         parts = zip(
             *(t.split(cfg.train.micro_batch_size) for t in (rows.inputs, rows.targets, rows.positions, rows.segments)),
             strict=True,
@@ -146,7 +145,7 @@ def main() -> None:
             metrics["accuracy"] = passed / asked
         return metrics
 
-    answered = [chat for chat in val_chats if chat[-1]["role"] == "assistant"]
+    answered = [c.messages for c in val_chats if isinstance(c, Chat) and c.messages[-1]["role"] == "assistant"]
 
     def sample() -> str:
         if not answered:

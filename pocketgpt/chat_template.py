@@ -31,20 +31,21 @@ TEMPLATE = (
 )
 
 
-def render(tok: Tokenizer, messages: list[Message]) -> tuple[list[int], list[bool]]:
+def render(tok: Tokenizer, messages: list[Message], learn_from: int = 0) -> tuple[list[int], list[bool]]:
     """The ids of a conversation, and for each id whether it is supervised.
 
-    Supervised are the content of every assistant turn and the <|im_end|> after it, on which chat stops. `messages`
-    is what `check_messages` lets through.
+    Supervised are the content of every assistant turn and the <|im_end|> after it, on which chat stops; none before
+    message number `learn_from`. `messages` is what `check_messages` lets through.
     """
     ids: list[int] = []
     supervised: list[bool] = []
     newline = tok.encode("\n")
-    for message in messages:
+    for number, message in enumerate(messages):
+        learned = message["role"] == "assistant" and number >= learn_from
         header = _header(tok, message["role"])
         said = [*tok.encode(message["content"]), tok.im_end_id]
         ids += header + said + newline
-        supervised += [False] * len(header) + [message["role"] == "assistant"] * len(said) + [False] * len(newline)
+        supervised += [False] * len(header) + [learned] * len(said) + [False] * len(newline)
     return ids, supervised
 
 

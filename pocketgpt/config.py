@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,9 +38,19 @@ class DataConfig:
     field: str
     val_fraction: float
     generate: int
+    mix: dict[str, float] | None = None
 
     def check(self, kinds: Sequence[str]) -> None:
         """Raises UserError when the kind is not one of this stage's, or the kind's own key is missing."""
+        if self.kind == "mix":
+            for part in self.parts():
+                try:
+                    part.data.check(kinds)
+                except UserError as error:
+                    raise UserError(f"data.mix, {part.name}: {error}") from None
+            return
+        if self.mix:
+            raise UserError("data.mix is set: choose data=mix, too")
         if self.kind not in kinds:
             raise UserError(f"data.kind is {self.kind!r}: this stage takes {', '.join(kinds)}")
         if self.kind == "mine" and not self.path:
@@ -51,6 +62,42 @@ class DataConfig:
                 raise UserError(f"data.{key} is {getattr(self, key)}: it must be 0 or above")
         if not 0 < self.val_fraction < 1:
             raise UserError(f"data.val_fraction is {self.val_fraction}: it must be above 0 and below 1")
+
+    def parts(self) -> list[Part]:
+        """The sources of data=mix with their shares of training; of every other kind this one alone, all of it.
+
+        Raises UserError on a weight that is not above 0, and on a source that is neither a path nor a choice of data=.
+        """
+        if self.kind != "mix":
+            return [Part(self.path or self.name or self.kind, 1.0, self)]
+        mix = self.mix or {}
+        if not mix:
+            raise UserError("data=mix needs 'data.mix={SOURCE:WEIGHT,SOURCE:WEIGHT}', in quotes for the shell")
+        if self.path or self.name or self.generate:
+            raise UserError("data.path, data.name and data.generate are those of one source: data=mix has data.mix")
+        for name, weight in mix.items():
+            if not 0 < weight < math.inf:
+                raise UserError(f"data.mix: the weight of {name} is {weight}, it must be above 0")
+        return [Part(name, weight / sum(mix.values()), self._source(name)) for name, weight in mix.items()]
+
+    def _source(self, name: str) -> DataConfig:
+        presets = sorted({path.stem for path in (CONFIGS / "data").glob("*.yaml")} - {"base", "mine", "hub", "mix"})
+        if name in presets:
+            with initialize_config_dir(str(CONFIGS), version_base=None):
+                raw = compose(f"data/{name}").data
+            return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), raw))  # type: ignore[return-value]
+        if not Path(name).exists():
+            raise UserError(f"data.mix: {name} is no file, no folder and none of {', '.join(presets)}")
+        return replace(self, kind="mine", path=name, mix=None)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A source of a mixture: its name, its share of what training reads (all shares sum to 1), and where it lies."""
+
+    name: str
+    share: float
+    data: DataConfig
 
 
 def load(name: str, schema: type[T], arguments: list[str] | None = None) -> T:

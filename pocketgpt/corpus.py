@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,13 +24,13 @@ Documents = Callable[[], Iterable[str]]  # starts a new pass over the documents 
 @dataclass
 class Corpus:
     tokenizer: Tokenizer
-    train: TokenFile
+    train: list[TokenFile]  # of each source
     val: TokenFile
     fingerprint: str  # sha256 of the text behind both
 
 
-def prepare(train: Documents, val: Documents, source: str, vocab_size: int, cache: Path) -> Corpus:
-    """Train the tokenizer on the training documents and encode both splits, unless that has been done.
+def prepare(train: Sequence[Documents], val: Documents, source: str, vocab_size: int, cache: Path) -> Corpus:
+    """Train the tokenizer on the training documents of all sources and encode both splits, unless that has been done.
 
     source: any string that changes when the text does. The results lie in a folder of `cache` named after it.
 
@@ -44,7 +44,7 @@ def prepare(train: Documents, val: Documents, source: str, vocab_size: int, cach
         tokenizer = Tokenizer.load(tokenizer_path)
     else:
         with console.status(f"training a tokenizer of {vocab_size} entries"):
-            tokenizer = Tokenizer.train(itertools.chain(train(), ROLE_WORDS), vocab_size)
+            tokenizer = Tokenizer.train(itertools.chain(chain(*train)(), ROLE_WORDS), vocab_size)
         if tokenizer.vocab_size < vocab_size:
             raise UserError(
                 f"the text yields a vocabulary of {tokenizer.vocab_size}, not {vocab_size}: "
@@ -52,7 +52,8 @@ def prepare(train: Documents, val: Documents, source: str, vocab_size: int, cach
             )
         write_text(tokenizer_path, tokenizer.to_json())
     files = []
-    for name, documents in (("train", train), ("val", val)):
+    names = ["train", *(f"train{number}" for number in range(1, len(train))), "val"]
+    for name, documents in zip(names, [*train, val], strict=True):
         path = folder / f"{name}.bin"
         if not is_current(path, tokenizer, source):
             progress, task = bar(f"encoding {name} (bytes)")
@@ -66,7 +67,7 @@ def prepare(train: Documents, val: Documents, source: str, vocab_size: int, cach
                 )
         files.append(TokenFile.open(path, tokenizer))
     digest = hashlib.sha256("".join(file.meta["data"] for file in files).encode()).hexdigest()
-    return Corpus(tokenizer, files[0], files[1], digest)
+    return Corpus(tokenizer, files[:-1], files[-1], digest)
 
 
 def chain(*parts: Documents) -> Documents:

@@ -14,7 +14,9 @@ from pocketgpt import chat_template, tasks
 from pocketgpt import device as machine
 from pocketgpt.loss import IGNORE, linear_cross_entropy, linear_log_probs
 from pocketgpt.metrics import bar
+from pocketgpt.packing import encode
 from pocketgpt.sampling import Settings
+from pocketgpt.shapes import Chat
 from pocketgpt.token_files import TokenFile
 from pocketgpt.tokenizer import Tokenizer
 
@@ -201,14 +203,11 @@ def reading(model: GPT, tok: Tokenizer, title: str, ids: Sequence[int], supervis
 
 
 def read_conversations(
-    model: GPT, tok: Tokenizer, conversations: Sequence[list[chat_template.Message]], n: int = 4
+    model: GPT, tok: Tokenizer, conversations: Sequence[Chat | str], n: int = 4
 ) -> list[dict[str, Any]]:
     """`reading` of n conversations out of these, evenly from first to last."""
     places = sorted({i * len(conversations) // n for i in range(n)}) if conversations else []
-    return [
-        reading(model, tok, f"held-out conversation {i + 1}", *chat_template.render(tok, conversations[i]))
-        for i in places
-    ]
+    return [reading(model, tok, f"held-out conversation {i + 1}", *encode(tok, conversations[i])) for i in places]
 
 
 def percent(pair: Sequence[int]) -> str:

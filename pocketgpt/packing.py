@@ -13,6 +13,7 @@ from torch import Tensor
 from pocketgpt import chat_template
 from pocketgpt.errors import UserError
 from pocketgpt.loss import IGNORE
+from pocketgpt.shapes import Chat
 from pocketgpt.tokenizer import Tokenizer
 
 OPEN_ROWS = 64  # rows that wait for something short at a time: enough to fill them to 97 % (README.md)
@@ -35,21 +36,33 @@ class Example:
         return len(self.inputs)
 
 
+def encode(tok: Tokenizer, item: Chat | str) -> tuple[list[int], list[bool]]:
+    """The ids of a conversation, or of a text as pretraining reads it, and for each id whether it is supervised."""
+    if isinstance(item, Chat):
+        return chat_template.render(tok, item.messages, item.learn_from)
+    ids = [tok.eot_id, *tok.encode(item), tok.eot_id]
+    return ids, [False] + [True] * (len(ids) - 1)
+
+
 def examples(
-    tok: Tokenizer, conversations: Iterable[list[chat_template.Message]], block_size: int, side: str = "training"
+    tok: Tokenizer, items: Iterable[Chat | str], block_size: int, side: str = "training"
 ) -> tuple[list[Example], int]:
-    """Encode conversations. Returns those that fit into block_size, and how many did not.
+    """Encode conversations and texts. Returns those that fit into block_size, and how many conversations did not. A
+    longer text becomes several examples.
 
     Raises:
         UserError: if nothing is left, or nothing in what is left is supervised.
     """
     kept, too_long = [], 0
-    for messages in conversations:
-        example = Example.of(*chat_template.render(tok, messages))
-        if len(example) > block_size:
+    for item in items:
+        example = Example.of(*encode(tok, item))
+        if len(example) <= block_size:
+            kept.append(example)
+        elif isinstance(item, Chat):
             too_long += 1
         else:
-            kept.append(example)
+            spans = (slice(start, start + block_size) for start in range(0, len(example), block_size))
+            kept += [Example(example.inputs[span], example.targets[span]) for span in spans]
     if not kept:
         raise UserError(f"no {side} conversation is left: {too_long} were longer than the block of {block_size} tokens")
     if not any((example.targets != IGNORE).any() for example in kept):
@@ -134,10 +147,12 @@ class PackedRows:
     def _epoch(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(self.per_epoch)
 
+    def row(self, number: int) -> list[Example]:
+        """What row `number` of the endless order holds."""
+        row = self._order(number // self.per_epoch)[number % self.per_epoch]
+        return [self.items[i] for i in self.rows[row]]
+
     def batch(self, step: int, batch_size: int) -> Packed:
         """The rows of a step, counted from 0."""
-        rows = []
-        for number in range(step * batch_size, (step + 1) * batch_size):
-            row = self._order(number // self.per_epoch)[number % self.per_epoch]
-            rows.append([self.items[i] for i in self.rows[row]])
+        rows = [self.row(number) for number in range(step * batch_size, (step + 1) * batch_size)]
         return lay_out(rows, self.block_size)

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pocketgpt import files
-from pocketgpt.chat_template import Message, check_messages
 from pocketgpt.config import DataConfig
 from pocketgpt.errors import UserError
 
@@ -77,6 +76,12 @@ def rows(path: Path) -> Iterator[tuple[str, Row]]:
         raise UserError(f"{path}: there are no rows in it")
 
 
+def first_row(path: Path) -> tuple[str, Row] | None:
+    """(where, row) of the first row of the first data file, to tell what is in there; None if that file is a .txt."""
+    first = _data_files(path, TEXT + ROWS + ARRAY)[0]
+    return None if first.name.lower().endswith(TEXT) else next(rows(first))
+
+
 def fingerprint(path: Path) -> str:
     """Hex digest of the contents of the file, or of all data files in the folder, that `documents` or `rows` read."""
     with _reading(path):
@@ -84,7 +89,11 @@ def fingerprint(path: Path) -> str:
 
 
 def fingerprints(data: DataConfig) -> dict[str, str]:
-    """Hex digest of each file of data=mine by its name below `data.path`; other kinds have none that could change."""
+    """Hex digest of each file of data=mine by its name below `data.path`; other kinds have none that could change. Those of
+    a mixture by the name of their source, too."""
+    if data.kind == "mix":
+        parts = ((part.name, fingerprints(part.data)) for part in data.parts())
+        return {f"{name}: {file}": digest for name, found in parts for file, digest in found.items()}
     if data.kind != "mine":
         return {}
     root = Path(data.path)
@@ -96,10 +105,11 @@ def text_of(row: Row, field: str, where: str) -> str:
     """The text in column `field` of a row. UserError if the column is missing or holds something else."""
     if field not in row:
         raise UserError(f'{where}: no field "{field}", found: {", ".join(map(str, row)) or "none"}')
-    return _text(row[field], f'{where}: field "{field}"')
+    return as_text(row[field], f'{where}: field "{field}"')
 
 
-def _text(value: Any, where: str) -> str:
+def as_text(value: Any, where: str) -> str:
+    """`value` if it is text that can be written as UTF-8. UserError beginning with `where` if not."""
     if not isinstance(value, str):
         raise UserError(f"{where} must be text, found {type(value).__name__}")
     try:
@@ -319,75 +329,6 @@ def _cut(text: str, val_fraction: float) -> tuple[str, str]:
         if cut := text.rfind(border, 0, end) + 1:
             return text[:cut], text[cut:]
     return text[:end], text[end:]
-
-
-# --- rows for fine-tuning and preferences ---------------------------------------------------------------------------
-
-
-def to_messages(row: Row, where: str) -> list[Message]:
-    """The conversation in a row: {messages}, or {prompt, completion}, or {instruction, input (may be empty), output}.
-
-    Raises UserError naming `where` when the columns are others or the conversation is not one.
-    """
-    if "messages" in row:
-        messages = _turns(row["messages"], f'{where}: field "messages"')
-    elif {"prompt", "completion"} <= row.keys():
-        messages = _prompt(row, where) + _answer(row, "completion", where)
-    elif {"instruction", "output"} <= row.keys():
-        request = text_of(row, "instruction", where)
-        if row.get("input") not in (None, ""):
-            request += "\n\n" + text_of(row, "input", where)
-        messages = [{"role": "user", "content": request}, *_answer(row, "output", where)]
-    else:
-        raise UserError(
-            f"{where}: found the columns {', '.join(map(str, row)) or '(none)'}; expected messages, "
-            "or prompt and completion, or instruction and output"
-        )
-    check_messages(messages, where)
-    return messages
-
-
-def to_preference(row: Row, where: str) -> tuple[list[Message], str, str]:
-    """(prompt messages, chosen answer, rejected answer) of a row {prompt, chosen, rejected}, each text or messages.
-
-    Chosen and rejected may be whole conversations that differ in their last turn only; `prompt` may then be missing.
-    Raises UserError naming `where` for anything else. Equal answers are not an error: the caller drops and counts.
-    """
-    if not {"chosen", "rejected"} <= row.keys():
-        found = ", ".join(map(str, row)) or "(none)"
-        raise UserError(f"{where}: found the columns {found}; expected prompt, chosen and rejected")
-    chosen, rejected = _answer(row, "chosen", where), _answer(row, "rejected", where)
-    if not chosen or not rejected or chosen[:-1] != rejected[:-1]:
-        raise UserError(f"{where}: chosen and rejected must be the same conversation up to their last turn")
-    if chosen[-1]["role"] != "assistant" or rejected[-1]["role"] != "assistant":
-        raise UserError(f"{where}: chosen and rejected must end with a turn of the assistant")
-    prompt = _prompt(row, where) if row.get("prompt") is not None else []
-    history = chosen[:-1] or prompt
-    if not history:
-        raise UserError(f"{where}: no prompt, neither as a column nor as the turns before the answer")
-    if history[len(history) - len(prompt) :] != prompt:
-        raise UserError(f"{where}: chosen and rejected do not go on from the prompt")
-    for answer in (chosen[-1], rejected[-1]):
-        check_messages([*history, answer], where)
-    return history, chosen[-1]["content"], rejected[-1]["content"]
-
-
-def _prompt(row: Row, where: str) -> list[Message]:
-    return _text_or_turns(row["prompt"], "user", f'{where}: field "prompt"')
-
-
-def _answer(row: Row, column: str, where: str) -> list[Message]:
-    return _text_or_turns(row[column], "assistant", f'{where}: field "{column}"')
-
-
-def _text_or_turns(value: Any, role: str, where: str) -> list[Message]:
-    return _turns(value, where) if isinstance(value, list) else [{"role": role, "content": _text(value, where)}]
-
-
-def _turns(value: Any, where: str) -> list[Message]:
-    if not isinstance(value, list) or not all(isinstance(turn, dict) and "role" in turn for turn in value):
-        raise UserError(f"{where} must be a list of messages like {{role, content}}")
-    return [{"role": str(turn["role"]), "content": _text(turn.get("content"), f"{where}: content")} for turn in value]
 
 
 # --- as a stage's configuration asks --------------------------------------------------------------------------------

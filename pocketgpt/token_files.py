@@ -196,12 +196,14 @@ class Windows:
         offset = rng.integers(len(self.tokens))
         return offset + self.block_size * rng.permutation(self.per_epoch)
 
+    def row(self, number: int) -> Ids:
+        """(block_size + 1,) int64: window `number` of the endless order."""
+        start = self._starts(number // self.per_epoch)[number % self.per_epoch]
+        return self.tokens[(start + np.arange(self.block_size + 1)) % len(self.tokens)].astype(np.int64)
+
     def batch(self, step: int, batch_size: int) -> Ids:
         """(batch_size, block_size + 1) int64: inputs are [:, :-1], targets [:, 1:]. Steps count from 0.
 
         Step s takes windows s * batch_size and on; after the last window of an epoch comes the first of the next.
         """
-        number = np.arange(step * batch_size, (step + 1) * batch_size)
-        starts = np.array([self._starts(n // self.per_epoch)[n % self.per_epoch] for n in number.tolist()])
-        places = (starts[:, None] + np.arange(self.block_size + 1)) % len(self.tokens)
-        return self.tokens[places].astype(np.int64)
+        return np.stack([self.row(number) for number in range(step * batch_size, (step + 1) * batch_size)])

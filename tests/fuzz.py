@@ -48,7 +48,7 @@ SECONDS = 20  # a case that takes longer hangs
 MAINS = {script.__name__: script for script in (pretrain, sft, dpo, kv_cache, evaluate, chat)}
 TEXT = "".join(f"The {a} and the {b} of the {c}. " for a in "king fox".split() for b in "queen sea".split() for c in "wood river".split())  # fmt: skip
 # What a list or a number of work to do must not be: it would be done, and that is no finding but takes for ever.
-WORK = {"data.generate", "dpo.samples", "new_tokens", "repeats", "items", "prompt_lengths", "sample_tokens", "show"}
+WORK = {"data.generate", "dpo.samples", "new_tokens", "repeats", "items", "prompt_lengths", "sample_tokens"}
 NUMBERS = ["0", "-1", "1", "2", "3", "0.5", "-0.0", "1e-30", "7.9", "1e400", "nan", "inf", "-inf"]
 HUGE = ["1000000000000", "2147483648", "9223372036854775808", "1e30"]
 WORDS = [

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import chat
 from base_model import GPT, GPTConfig
 from kv_cache import CachedGPT
-from pocketgpt import checkpoint, session, sources
+from pocketgpt import checkpoint, session, shapes, sources
 from pocketgpt.chat_template import check_messages, render, render_prompt
 from pocketgpt.errors import UserError
 from pocketgpt.sampling import Settings
@@ -394,7 +394,7 @@ def test_piped_lines_are_turns_of_one_conversation(program, tmp_path: Path) -> N
     assert out.endswith(f"\n{messages[4]['content']}\n")
     assert "tok/s" not in err
     assert f"saved to {file}" in err
-    assert [sources.to_messages(r, where) for where, r in sources.rows(file)] == [messages]
+    assert [shapes.chat(r, where).messages for where, r in sources.rows(file)] == [messages]
     with pytest.raises(UserError, match="is there already"):
         program("--max-new-tokens", "1", stdin=f"hello\n/save {file}\n")
     with pytest.raises(UserError, match="nothing has been said yet"):

@@ -20,9 +20,10 @@ import report
 from base_model import GPT, GPTConfig
 from docs import figures
 from kv_cache import BlockPool, CachedGPT, DynamicCache, QuantizedCache, SlidingCache, StaticCache, kv_cache_bytes
-from pocketgpt import config, sources
+from pocketgpt import config, shapes, sources
 from pocketgpt.chat_template import check_messages
 from pocketgpt.errors import UserError
+from pocketgpt.shapes import Chat
 from pocketgpt.tasks import FAMILIES
 from tests.helpers import random_ids, tiny_config
 
@@ -121,9 +122,9 @@ def test_commands_exist(command: list[str]) -> None:
 
 
 def test_the_command_check_sees_commands_and_finds_wrong_keys() -> None:
-    page = "see `python sft.py show=3`\nmake sense\n    FOO=1 python dpo.py dpo.beta=1   # why\n```\n$ make demo | tail\n```"
+    page = "see `python sft.py log=none`\nmake sense\n    FOO=1 python dpo.py dpo.beta=1   # why\n```\n$ make demo | tail\n```"
     found = [" ".join(command) for command in commands(page)]
-    assert found == ["python sft.py show=3", "python dpo.py dpo.beta=1", "make demo"]
+    assert found == ["python sft.py log=none", "python dpo.py dpo.beta=1", "make demo"]
     assert len(COMMANDS) >= 20
     with pytest.raises(UserError, match="train.rate"):
         test_commands_exist(["python", "sft.py", "train.rate=1"])
@@ -149,24 +150,47 @@ def test_data_examples_are_read_as_described() -> None:
     blocks = dict(re.findall(r"^```jsonl (\w+)\n(.*?)^```", TEXT["docs/data.md"], re.M | re.S))
     rows = {kind: [json.loads(line) for line in block.splitlines()] for kind, block in blocks.items()}
     assert [sources.text_of(row, "text", "")[:6] for row in rows["text"]] == ["Once t", "A seco"]
-    conversations = [sources.to_messages(row, "") for row in rows["conversation"]]
-    assert [[m["content"] for m in messages] for messages in conversations] == [
-        ["Be brief.", "Name a colour.", "Blue."],
-        ["Name a colour.", "Blue."],
-        ["Name a colour.\n\nIt should be warm.", "Red."],
+
+
+def shown_rows(header: str) -> list[tuple[str, dict[str, Any]]]:
+    """(shape, row) of a table of docs/data.md whose second column is JSON."""
+    found = TEXT["docs/data.md"].split(f"\n{header}\n")[1].split("\n\n")[0].splitlines()[1:]
+    cells = [line.strip("| ").split(" | ") for line in found]
+    return [(cell[0], json.loads(cell[1].strip("`"))) for cell in cells]
+
+
+def test_the_rows_of_the_table_of_conversations_are_read_as_it_says() -> None:
+    table = shown_rows("| shape | row | learned |")
+    assert [shapes.recognise(row, "", shapes.CHATS).name for _, row in table] == [name for name, _ in table]
+    assert list(dict.fromkeys(name for name, _ in table)) == [shape.name for shape in shapes.CHATS]  # in this order
+    read = [shapes.chat(row, "") for _, row in table]
+    assert read.pop() == "The sky is blue."
+    assert [([m["content"] for m in item.messages], item.learn_from) for item in read if isinstance(item, Chat)] == [
+        (["Be brief.", "Name a colour.", "Blue."], 0),
+        (["Name a colour.", "Blue."], 0),
+        (["Name a colour.", "Blue."], 1),
+        (["Name a colour.", "Blue."], 1),
+        (["Name a colour.\n\nIt should be warm.", "Red."], 0),
     ]
-    pairs = [sources.to_preference(row, "") for row in rows["preference"]]
-    assert [(prompt[-1]["content"], len(prompt), *answers) for prompt, *answers in pairs] == [
-        ("Name a colour.", 1, "Blue.", "Seven."),
-        ("Name a colour.", 3, "Blue.", "Seven."),
-        ("Name a colour.", 1, "Blue.", "Seven."),
-    ]
+
+
+def test_the_rows_of_the_table_of_preferences_are_read_as_it_says() -> None:
+    table = shown_rows("| shape | row |")
+    assert [shapes.recognise(row, "", shapes.PREFERENCES).name for _, row in table] == [name for name, _ in table]
+    assert list(dict.fromkeys(name for name, _ in table)) == [shape.name for shape in shapes.PREFERENCES]
+    *pairs, text = [shapes.preference(row, "") for _, row in table]
+    prompt = [{"role": "user", "content": "Name a colour."}]
+    assert pairs == [(prompt, "Blue.", "Seven.")] * 5
+    assert text == ([{"role": "user", "content": "The sky is"}], "blue.", "green.")
 
 
 def test_the_quoted_error_is_the_one_shown() -> None:
     user = {"role": "user", "content": "hello"}
     with pytest.raises(UserError) as error:
         check_messages([user, user], "chats.jsonl:2")
+    assert f"    error: {error.value}\n" in TEXT["docs/data.md"]
+    with pytest.raises(UserError) as error:
+        shapes.chat({"body": "", "id": 1}, "notes.jsonl:1")
     assert f"    error: {error.value}\n" in TEXT["docs/data.md"]
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from pocketgpt import chat_template, packing
 from pocketgpt.errors import UserError
 from pocketgpt.loss import IGNORE, linear_cross_entropy
-from pocketgpt.packing import Example, PackedRows, attention_mask, examples, lay_out, pack, row_length
+from pocketgpt.packing import Example, PackedRows, attention_mask, encode, examples, lay_out, pack, row_length
+from pocketgpt.shapes import Chat
 from pocketgpt.tokenizer import Tokenizer
 
 
@@ -71,7 +72,7 @@ def test_targets_are_the_next_ids_where_supervised() -> None:
 
 def test_exactly_the_answers_and_their_end_tokens_are_supervised(tok: Tokenizer) -> None:
     chat = [{"role": "system", "content": "Be brief."}, *turns("hello", "a b", "and the keeper?", "the lamp")]
-    (made,), _ = examples(tok, [chat], 512)
+    (made,), _ = examples(tok, [Chat(chat)], 512)
     supervised = [*tok.encode("a b"), tok.im_end_id, *tok.encode("the lamp"), tok.im_end_id]
     assert made.targets[made.targets != IGNORE].tolist() == supervised
     # the row that predicts the first token of an answer is the newline after "assistant"
@@ -89,19 +90,21 @@ def test_conversations_that_are_too_long_are_dropped_and_counted(tok: Tokenizer)
     short, longer = (len(chat_template.render(tok, chats[i])[0]) - 1 for i in (0, 2))  # the last id is a target only
     assert short < longer
     for block, fitting in ((longer, 2), (longer - 1, 1), (short, 1)):
-        kept, too_long = examples(tok, chats, block)
+        kept, too_long = examples(tok, map(Chat, chats), block)
         assert (len(kept), too_long) == (fitting, 4 - fitting)
         assert [len(made) for made in kept] == [short, longer][:fitting]
     with pytest.raises(UserError, match=f"no training conversation is left: 4 were longer than .* {short - 1} tokens"):
-        examples(tok, chats, short - 1)
+        examples(tok, map(Chat, chats), short - 1)
 
 
 def test_data_without_anything_to_learn_is_refused(tok: Tokenizer) -> None:
     with pytest.raises(UserError, match="no supervised token"):
-        examples(tok, [turns("only a question")], 512)
+        examples(tok, [Chat(turns("only a question"))], 512)
     with pytest.raises(UserError, match="no training conversation is left"):
         examples(tok, [], 512)
-    kept, _ = examples(tok, [turns("a question"), turns("hi", "")], 512)  # an empty answer has its end token
+    kept, _ = examples(
+        tok, [Chat(turns("a question")), Chat(turns("hi", ""))], 512
+    )  # an empty answer has its end token
     assert [int((made.targets != IGNORE).sum()) for made in kept] == [0, 1]
 
 
@@ -215,3 +218,26 @@ def test_one_short_example_is_enough() -> None:
     made = packed.batch(5, 3)
     assert made.inputs[:, 0].tolist() == [7, 7, 7]
     assert int((made.segments >= 0).sum()) == 9
+
+
+# --- what is not a conversation from its first turn on --------------------------------------------------------------
+
+
+def test_answers_before_learn_from_are_read_only(tok: Tokenizer) -> None:
+    messages = turns("one", "two", "three", "four")
+    for start in range(5):
+        ids, supervised = encode(tok, Chat(messages, start))
+        assert ids == encode(tok, Chat(messages))[0]
+        learned = tok.decode(id_ for id_, counts in zip(ids, supervised, strict=True) if counts)
+        assert learned == "two<|im_end|>" * (start < 2) + "four<|im_end|>" * (start < 4)
+
+
+def test_a_text_is_learned_from_end_to_end_and_in_pieces_where_it_is_long(tok: Tokenizer) -> None:
+    text = "The gulls talked about the sea. " * 9
+    ids = [tok.eot_id, *tok.encode(text), tok.eot_id]
+    (whole,), _ = examples(tok, [text], len(ids))
+    assert (whole.inputs.tolist(), whole.targets.tolist()) == (ids[:-1], ids[1:])
+    pieces, too_long = examples(tok, [text], 20)
+    assert too_long == 0 and [len(piece) for piece in pieces[:-1]] == [20] * (len(pieces) - 1)
+    assert np.concatenate([piece.inputs for piece in pieces]).tolist() == ids[:-1]
+    assert np.concatenate([piece.targets for piece in pieces]).tolist() == ids[1:]

@@ -17,6 +17,7 @@ from pocketgpt import chat_template, evaluation, report
 from pocketgpt.errors import UserError
 from pocketgpt.files import sha256_file
 from pocketgpt.metrics import RunLog
+from pocketgpt.shapes import Chat
 from pocketgpt.tokenizer import Tokenizer
 from tests import browser
 from tests.browser import Browser
@@ -384,7 +385,7 @@ def test_a_reading_is_what_the_model_computes(tok: Tokenizer) -> None:
 
 
 def test_conversations_are_picked_from_first_to_last(tok: Tokenizer) -> None:
-    chats = [[{"role": "user", "content": str(i)}, {"role": "assistant", "content": "yes"}] for i in range(8)]
+    chats = [Chat([{"role": "user", "content": str(i)}, {"role": "assistant", "content": "yes"}]) for i in range(8)]
     model = tiny(vocab_size=tok.vocab_size, block_size=64)
     titles = [read["title"] for read in evaluation.read_conversations(model, tok, chats)]
     assert titles == [f"held-out conversation {i}" for i in (1, 3, 5, 7)]

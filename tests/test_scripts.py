@@ -18,7 +18,7 @@ import pretrain
 import sft
 from base_model import GPT
 from kv_cache import CachedGPT
-from pocketgpt import chat_template, checkpoint, evaluation, tasks
+from pocketgpt import checkpoint, evaluation, tasks
 from pocketgpt.errors import UserError
 from pocketgpt.metrics import read_jsonl
 from pocketgpt.tokenizer import Tokenizer
@@ -291,7 +291,7 @@ def test_bad_rows_stop_sft_and_leave_the_old_checkpoint(
     path = tmp_path / "chats.jsonl"
     good = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x" * 900}]}
     for row, message in (
-        ({"text": "no chat"}, "expected messages"),
+        ({"body": "no chat"}, "expected messages"),
         ({"messages": [{"role": "robot", "content": "hi"}]}, "robot"),
         ({"prompt": "only"}, "expected messages"),
         (good, "longer than the block of 128 tokens"),
@@ -386,16 +386,3 @@ def test_batched_answers_equal_single_ones(road: tuple[Path, dict[str, str]]) ->
     together = evaluation.answer_many(model, loaded.tokenizer, prompts, evaluation.GREEDY, 0)
     alone = [evaluation.answer_many(model, loaded.tokenizer, [p], evaluation.GREEDY, 0)[0] for p in prompts]
     assert together == alone
-
-
-def test_shown_rows_mark_what_is_supervised(tok: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
-    sft.show_rows(tok, [[{"role": "user", "content": "hi there"}, {"role": "assistant", "content": "yes"}]])
-    *lines, last = capsys.readouterr().out.strip().splitlines()
-    text = "\n".join(lines)
-    marked = "".join(re.findall("«(.*?)»", text, re.S))
-    assert marked == "yes<|im_end|>"
-    assert "hi there" in text.replace("«", "").replace("»", "") and "hi" not in marked
-    ids, supervised = chat_template.render(
-        tok, [{"role": "user", "content": "hi there"}, {"role": "assistant", "content": "yes"}]
-    )
-    assert last == f"{sum(supervised)} of {len(ids)} tokens supervised"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pocketgpt import sources
 from pocketgpt.errors import UserError
-from pocketgpt.sources import documents, fingerprint, hub_rows, rows, split_documents, to_messages, to_preference
+from pocketgpt.sources import documents, fingerprint, hub_rows, rows, split_documents
 
 ROOT = Path(__file__).parent.parent
 TEXTS = ["first", "zweiter\nTag  🎉", "x\ty\0z"]
@@ -454,107 +454,3 @@ def test_splitting_streams():
     assert alive == 20
     next(train)
     assert alive < 30
-
-
-# --- rows for fine-tuning -------------------------------------------------------------------------------------------
-
-USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
-
-
-@pytest.mark.parametrize(
-    ("row", "messages"),
-    [
-        ({"messages": [USER, ANSWER], "id": 7}, [USER, ANSWER]),
-        ({"messages": [{**USER, "name": None}, ANSWER], "prompt": "ignored"}, [USER, ANSWER]),
-        ({"prompt": "hi", "completion": "hello"}, [USER, ANSWER]),
-        ({"prompt": [USER], "completion": [ANSWER]}, [USER, ANSWER]),
-        ({"instruction": "hi", "output": "hello"}, [USER, ANSWER]),
-        ({"instruction": "hi", "input": "", "output": "hello"}, [USER, ANSWER]),
-        ({"instruction": "hi", "input": None, "output": "hello"}, [USER, ANSWER]),
-        (
-            {"instruction": "Add.", "input": "1 2", "output": "3"},
-            [{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}],
-        ),
-    ],
-)
-def test_conversations(row, messages):
-    assert to_messages(row, "f:1") == messages
-
-
-@pytest.mark.parametrize(
-    ("row", "complaint"),
-    [
-        (
-            {"text": "x", "id": 1},
-            r"f:1: found the columns text, id; expected messages, or prompt and completion, or inst",
-        ),
-        ({"prompt": "x"}, r"f:1: found the columns prompt; expected messages"),
-        ({}, r"f:1: found the columns \(none\)"),
-        ({"messages": "hi"}, r'f:1: field "messages" must be a list of messages'),
-        ({"messages": ["hi"]}, r'f:1: field "messages" must be a list of messages'),
-        ({"messages": [{"from": "human", "value": "hi"}]}, r'f:1: field "messages" must be a list of messages'),
-        ({"messages": [USER, {"role": "assistant", "content": None}]}, r"f:1: .*content must be text, found NoneType"),
-        ({"messages": []}, r"f:1"),
-        ({"messages": [USER, {"role": "robot", "content": "x"}]}, r"f:1.*robot"),
-        ({"prompt": 3, "completion": "x"}, r'f:1: field "prompt" must be text, found int'),
-        ({"instruction": "x", "output": None}, r'f:1: field "output" must be text, found NoneType'),
-        ({"instruction": "x", "input": 3, "output": "y"}, r'f:1: field "input" must be text, found int'),
-        ({"prompt": "x", "completion": "\ud83d"}, r'f:1: field "completion" holds half a surrogate pair'),
-    ],
-)
-def test_rows_that_are_no_conversation(row, complaint):
-    with pytest.raises(UserError, match=complaint) as error:
-        to_messages(row, "f:1")
-    message(error)
-
-
-# --- rows with preferences ------------------------------------------------------------------------------------------
-
-BAD = {"role": "assistant", "content": "go away"}
-SYSTEM = {"role": "system", "content": "Be kind."}
-
-
-@pytest.mark.parametrize(
-    ("row", "prompt"),
-    [
-        ({"prompt": "hi", "chosen": "hello", "rejected": "go away"}, [USER]),
-        ({"prompt": [SYSTEM, USER], "chosen": "hello", "rejected": "go away"}, [SYSTEM, USER]),
-        ({"prompt": [USER], "chosen": [ANSWER], "rejected": [BAD]}, [USER]),
-        ({"prompt": "hi", "chosen": [USER, ANSWER], "rejected": [USER, BAD]}, [USER]),
-        ({"prompt": "hi", "chosen": [SYSTEM, USER, ANSWER], "rejected": [SYSTEM, USER, BAD]}, [SYSTEM, USER]),
-        ({"chosen": [USER, ANSWER], "rejected": [USER, BAD]}, [USER]),
-        ({"prompt": None, "chosen": [USER, ANSWER], "rejected": [USER, BAD]}, [USER]),
-        ({"chosen": [USER, ANSWER, USER, ANSWER], "rejected": [USER, ANSWER, USER, BAD]}, [USER, ANSWER, USER]),
-        ({"prompt": "hi", "chosen": "hello", "rejected": "go away", "score": 1}, [USER]),
-    ],
-)
-def test_preferences(row, prompt):
-    assert to_preference(row, "f:1") == (prompt, "hello", "go away")
-
-
-def test_equal_answers_are_left_to_the_caller():
-    assert to_preference({"prompt": "hi", "chosen": "a", "rejected": "a"}, "f:1") == ([USER], "a", "a")
-
-
-@pytest.mark.parametrize(
-    ("row", "complaint"),
-    [
-        ({"prompt": "hi", "chosen": "hello"}, "found the columns prompt, chosen; expected prompt, chosen and rejected"),
-        ({"chosen": "hello", "rejected": "go away"}, "no prompt"),
-        ({"chosen": [ANSWER], "rejected": [BAD]}, "no prompt"),
-        ({"prompt": "ho", "chosen": [USER, ANSWER], "rejected": [USER, BAD]}, "do not go on from the prompt"),
-        ({"prompt": [SYSTEM, USER], "chosen": [USER, ANSWER], "rejected": [USER, BAD]}, "do not go on from the prompt"),
-        ({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER, USER, BAD]}, "same conversation up to their last turn"),
-        ({"prompt": "hi", "chosen": [], "rejected": []}, "same conversation up to their last turn"),
-        ({"chosen": [USER, ANSWER, USER], "rejected": [USER, ANSWER, USER]}, "must end with a turn of the assistant"),
-        ({"prompt": "hi", "chosen": 1, "rejected": "x"}, 'field "chosen" must be text, found int'),
-        (
-            {"prompt": "hi", "chosen": "x", "rejected": [{"content": "y"}]},
-            'field "rejected" must be a list of messages',
-        ),
-    ],
-)
-def test_rows_that_are_no_preference(row, complaint):
-    with pytest.raises(UserError, match=f"^f:1: .*{complaint}") as error:
-        to_preference(row, "f:1")
-    message(error)

@@ -18,7 +18,7 @@ import chat
 import dpo
 from base_model import GPTConfig
 from kv_cache import CachedGPT
-from pocketgpt import checkpoint, evaluation, session, sources
+from pocketgpt import checkpoint, evaluation, session, shapes, sources
 from pocketgpt.chat_template import TEMPLATE, Message, render
 from pocketgpt.errors import UserError
 from pocketgpt.loss import IGNORE
@@ -89,7 +89,7 @@ def test_conversations_from_a_file(tok: Tokenizer, system: str, question: str, a
         turns = [("system", system), *turns]
         row = {"messages": [{"role": role, "content": content} for role, content in turns]}
     line = json.loads(json.dumps(row))  # as it lies in the file
-    ids, supervised = render(tok, sources.to_messages(line, "x:1"))
+    ids, supervised = render(tok, *shapes.chat(line, "x:1"))
     check_turns(tok, ids, turns, open_turn=False)
     example = Example.of(ids, supervised)
     learned = example.targets[example.targets != IGNORE].tolist()
@@ -100,7 +100,7 @@ def test_conversations_from_a_file(tok: Tokenizer, system: str, question: str, a
 @given(texts, texts, texts)
 def test_preferences(tok: Tokenizer, question: str, chosen: str, rejected: str) -> None:
     row = {"prompt": question, "chosen": chosen, "rejected": rejected}
-    prompt, *answers = sources.to_preference(row, "x:1")
+    prompt, *answers = shapes.preference(row, "x:1")
     for said, answer in zip((chosen, rejected), answers, strict=True):
         example = dpo.PairRows.encode(tok, prompt, answer)
         ids = [*example.inputs.tolist(), int(example.targets[-1]), *tok.encode("\n")]
@@ -142,7 +142,7 @@ def test_chat_and_what_it_saves(tok: Tokenizer, tmp_path_factory: Any, system: s
     with contextlib.redirect_stderr(io.StringIO()):
         chat.Chat(talk, interactive=False).save(str(path))
     ((where, row),) = sources.rows(path)
-    check_turns(tok, render(tok, sources.to_messages(row, where))[0], turns, open_turn=False)
+    check_turns(tok, render(tok, *shapes.chat(row, where))[0], turns, open_turn=False)
 
 
 @pytest.fixture(scope="module")
