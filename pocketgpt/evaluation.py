@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pocketgpt import chat_template, tasks
 from pocketgpt import device as machine
+from pocketgpt.engine import Answer, Engine, Request
 from pocketgpt.loss import IGNORE, linear_cross_entropy, linear_log_probs
 from pocketgpt.metrics import bar
 from pocketgpt.sampling import Settings
@@ -65,6 +66,40 @@ def answer_many(
     encoded = [chat_template.render_prompt(tok, messages) for messages in prompts]
     ids = model.generate_many(encoded, MAX_ANSWER, settings, stop_ids=(tok.im_end_id, tok.eot_id), generator=generator)
     return [tok.decode(answer) for answer in ids]
+
+
+def complete(
+    model: CachedGPT,
+    tok: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    settings: Settings,
+    seeds: Sequence[int],
+    stops: Sequence[Sequence[str]],
+    *,
+    new_tokens: int,
+    batch_tokens: int,
+    tick: Callable[[], object] = lambda: None,
+) -> list[str]:
+    """What the model writes after each prompt, none longer than block_size, side by side through the engine.
+
+    An answer ends with a control id, before one of its stop texts, after new_tokens, or where the context does. Which
+    prompts stand beside it, and so batch_tokens (the room for keys and values), do not change it.
+    """
+
+    def hear(answer: Answer, _: str) -> None:
+        if answer.reason:
+            tick()
+
+    ends = (tok.im_end_id, tok.eot_id)
+    longest = max(min(len(ids) + new_tokens, model.config.block_size + 1) for ids in prompts)
+    engine = Engine(model, tok, pool_tokens=max(batch_tokens, longest), max_batch=128, prefill_chunk=batch_tokens)
+    requests = [
+        Request(ids, new_tokens, settings, seed, ends, stop, hear)
+        for ids, seed, stop in zip(prompts, seeds, stops, strict=True)
+    ]
+    answers = {i: engine.add(requests[i]) for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i]))}
+    engine.run()
+    return [answers[i].text for i in range(len(prompts))]
 
 
 @dataclass

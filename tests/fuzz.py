@@ -134,7 +134,8 @@ def limits() -> Iterator[None]:
         for script in (pretrain, sft, dpo):
             stack.enter_context(mock.patch.object(script, "train", accept_training))
         stack.enter_context(mock.patch.object(kv_cache, "prove", accept))
-        stack.enter_context(mock.patch.object(evaluate, "measure_all", accept))
+        for work in ("measure_all", "score"):
+            stack.enter_context(mock.patch.object(evaluate, work, accept))
         try:
             yield
         finally:
