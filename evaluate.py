@@ -13,7 +13,6 @@ Writes the same results.json, and prints a table with 95 % confidence intervals.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -350,6 +349,8 @@ def score(path: str, asked: Asked, cfg: Config, device: torch.device) -> dict[st
     loaded = checkpoint.load(path)
     model, tok = CachedGPT.from_loaded(loaded, device), loaded.tokenizer
     chat = cfg.prompts == "chat" or (cfg.prompts == "auto" and loaded.stage != "base")
+    if not chat and any(prompt.plain is None for prompt in asked.prompts):
+        raise UserError(f"{cfg.generate}: a row holds messages, and prompts to {path} are plain: set prompts=chat")
     numbers: dict[str, Any] = {
         "stage": loaded.stage,
         "digest": loaded.digest,
@@ -372,46 +373,45 @@ def score(path: str, asked: Asked, cfg: Config, device: torch.device) -> dict[st
 
 
 def show_scores(scores: dict[str, dict[str, Any]]) -> None:
-    """One line per measure and checkpoint, in 60 columns."""
-    table = Table(box=None, pad_edge=False, title="Scores, with 95 % confidence intervals", title_justify="left")
-    table.add_column("", overflow="fold")
+    """One line per measure and checkpoint, in 60 columns, and what there is to know about each checkpoint."""
+    table = Table(box=None, pad_edge=False, title="With 95 % confidence intervals", title_justify="left")
+    table.add_column("", no_wrap=True)
     for heading in ("", "interval", "of"):
         table.add_column(heading, justify="right", no_wrap=True)
 
-    def cells(value: dict[str, Any]) -> tuple[str, str, str]:
-        low, high = value["interval"] or (math.nan, math.nan)
-        if "bits_per_byte" in value:
-            return f"{value['bits_per_byte']:.4f}", f"{low:.4f} - {high:.4f}", f"{value['bytes']:,}"
-        return f"{value['share']:.1%}", f"{low:.1%} - {high:.1%}", f"{value['asked']:,}"
-
-    def rows(label: str, values: dict[str, dict[str, Any] | None]) -> None:
-        if not any(values.values()):
+    def rows(label: str, values: list[dict[str, Any] | None]) -> None:
+        if not any(values):
             return
         if len(values) > 1:
-            table.add_row(label, style="bold")
-        for name, value in values.items():
-            table.add_row(f"  {name}" if len(values) > 1 else label, *(cells(value) if value else "-"))
+            table.add_row(label)
+        for name, value in zip(scores, values, strict=True):
+            first = f"  {name if len(name) <= 22 else '…' + name[-21:]}" if len(values) > 1 else label
+            table.add_row(first, *(cells(value) if value else "-"))
 
-    rows("text (bits per byte)", {name: n.get("text") for name, n in scores.items()})
+    rows("text (bits per byte)", [numbers.get("text") for numbers in scores.values()])
     for key in ("acc", "acc_norm"):
-        rows(f"choices: {key}", {name: n.get("choices", {}).get(key) for name, n in scores.items()})
-    rows("generate", {name: n.get("generate") for name, n in scores.items()})
+        rows(f"choices: {key}", [numbers.get("choices", {}).get(key) for numbers in scores.values()])
+    rows("generate", [numbers.get("generate") for numbers in scores.values()])
     for family in next(iter(scores.values())).get("families", {}):
-        rows(family, {name: n["families"][family] for name, n in scores.items()})
+        rows(family, [numbers["families"][family] for numbers in scores.values()])
     console.print(table, soft_wrap=False)
     for name, numbers in scores.items():
-        console.print(
-            f"{name}: {numbers['parameters'] / 1e6:.2f} M parameters, {numbers['context']} tokens, {numbers['prompts']} prompts",
-            markup=False,
-        )
+        size = f"{numbers['parameters'] / 1e6:.2f} M parameters, a context of {numbers['context']} tokens"
+        console.print(f"{name}: {size}, {numbers['prompts']} prompts", markup=False)
         for what in ("choices", "generate"):
-            if numbers.get(what, {}).get("too_long"):
-                console.print(
-                    f"{name}: {numbers[what]['too_long']} rows of {what} are longer than its context and left out",
-                    markup=False,
-                )
-    if "choices" in numbers:
-        console.print(f"chance on choices: {numbers['choices']['chance']:.1%}")
+            if left_out := numbers.get(what, {}).get("too_long"):
+                console.print(f"{name}: {left_out} rows of {what} are longer than its context: left out", markup=False)
+        if "choices" in numbers:
+            console.print(f"{name}: guessing would choose right in {numbers['choices']['chance']:.1%}", markup=False)
+
+
+def cells(value: dict[str, Any]) -> tuple[str, str, str]:
+    """The number, its interval, and how much it was measured on."""
+    bits = "bits_per_byte" in value
+    form = ".4f" if bits else ".1%"
+    interval = "-" if value["interval"] is None else " - ".join(format(end, form) for end in value["interval"])
+    number, of = (value["bits_per_byte"], value["bytes"]) if bits else (value["share"], value["asked"])
+    return format(number, form), interval, f"{of:,}"
 
 
 def score_checkpoints(cfg: Config) -> None:

@@ -29,7 +29,7 @@ def _column(row: Row, names: Sequence[str], where: str, expected: str) -> str:
     for name in names:
         if row.get(name) is not None:
             return name
-    found = ", ".join(map(str, row)) or "(none)"
+    found = ", ".join(f"{name}{'' if value is not None else ' (null)'}" for name, value in row.items()) or "(none)"
     raise UserError(f"{where}: found the columns {found}; expected {expected}")
 
 
