@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # the models live in top-level scripts, which this library do
 
 MAX_VAL_TOKENS = 100_000  # held-out tokens that bits per byte is measured on, from the start of the split
 MAX_ANSWER = 80  # tokens
+MAX_ROWS = 128  # prompts that are answered side by side
 TEST_ITEMS, DEV_ITEMS = 200, 25  # per family
 GREEDY = Settings(temperature=0.0)
 # The families whose check is about form more than content.
@@ -91,8 +92,9 @@ def complete(
             tick()
 
     ends = (tok.im_end_id, tok.eot_id)
-    longest = max(min(len(ids) + new_tokens, model.config.block_size + 1) for ids in prompts)
-    engine = Engine(model, tok, pool_tokens=max(batch_tokens, longest), max_batch=128, prefill_chunk=batch_tokens)
+    needs = sorted(min(len(ids) + new_tokens, model.config.block_size) + 16 for ids in prompts)  # and a block begun
+    pool_tokens = max(needs[-1], min(batch_tokens, sum(needs[-MAX_ROWS:])))
+    engine = Engine(model, tok, pool_tokens=pool_tokens, max_batch=MAX_ROWS, prefill_chunk=batch_tokens)
     requests = [
         Request(ids, new_tokens, settings, seed, ends, stop, hear)
         for ids, seed, stop in zip(prompts, seeds, stops, strict=True)

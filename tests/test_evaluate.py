@@ -301,3 +301,44 @@ def test_what_is_refused(world: Path, tmp_path: Path, arguments: list[str], mess
         *(a.replace("{world}", str(world)) for a in arguments), f"out={tmp_path}"
     )
     assert not (tmp_path / "results.json").exists()
+
+
+def test_a_foreign_folder_is_scored_as_transformers_would(tok: Tokenizer, tmp_path: Path) -> None:
+    """Written by transformers, of another shape and context, without any file or entry of ours but the vocabulary."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=tok.vocab_size + 28, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=24, initializer_range=0.3, rope_theta=500.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    folder = tmp_path / "theirs"
+    model.save_pretrained(folder)
+    tok.save(folder, 24)
+    text = "One evening the gulls were silent. The keeper lit the lamp early." * 3
+    (tmp_path / "t.txt").write_text(text)
+    write(tmp_path / "q.jsonl", [{"query": "The keeper lit the", "choices": ["lamp", "green boat"], "gold": 0}])
+    asks = [f"text={tmp_path}/t.txt", f"choices={tmp_path}/q.jsonl", "prompts=plain", "stride=24", f"out={tmp_path}"]
+    program(f"checkpoint={folder}", *asks)
+    numbers = results(tmp_path)["checkpoints"][str(folder)]
+
+    def log_probs(ids: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+
+    ids = [tok.eot_id, *tok.encode(text)]
+    nats = 0.0
+    for first in range(0, len(ids) - 1, 24):  # with a stride of the whole context: one window after the other
+        end = min(first + 24, len(ids) - 1)
+        window = ids[end - 24 if first else 0 : end]
+        fresh = end - first
+        nats -= float(log_probs(window)[-fresh:][range(fresh), ids[first + 1 : end + 1]].sum())
+    assert numbers["context"] == 24 and numbers["text"]["tokens"] == len(ids) - 1 > 48
+    assert numbers["text"]["bits_per_byte"] == pytest.approx(nats / math.log(2) / len(text), abs=1e-5)
+    sums = []
+    for choice in (" lamp", " green boat"):
+        before, after = tok.encode("The keeper lit the"), tok.encode(choice)
+        rows = log_probs(before + after)[len(before) - 1 : -1]
+        sums.append(float(rows[range(len(after)), after].sum()))
+    assert numbers["choices"]["acc"]["passed"] == (sums[0] > sums[1])
+    assert numbers["choices"]["acc_norm"]["passed"] == (sums[0] / 4 > sums[1] / 10)
