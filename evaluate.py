@@ -2,7 +2,12 @@
 
     python evaluate.py                                   # every ckpt_<stage>.pt under checkpoints/
 
-Writes results.json, and prints a table and three sample chats.
+Writes results.json, and prints a table and three sample chats. And any checkpoints, on whatever you have:
+
+    python evaluate.py checkpoint=PATH text=FILE choices=FILE generate=FILE
+    python evaluate.py checkpoint=[PATH,PATH] families=true
+
+Writes the same results.json, and prints a table with 95 % confidence intervals. docs/evaluate.md has the conventions.
 """
 
 from __future__ import annotations
@@ -10,24 +15,30 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.table import Table
 
 from data import shakespeare
 from dpo import Pair, PairRows
 from kv_cache import CachedGPT
-from pocketgpt import chat_template, checkpoint, config, evaluation, report, shapes, sources, tasks
+from pocketgpt import chat_template, checkpoint, config, evaluation, likelihood, report, shapes, sources, tasks
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError, run
 from pocketgpt.files import sha256_file, write_json
-from pocketgpt.metrics import console
+from pocketgpt.likelihood import Encoded
+from pocketgpt.metrics import bar, console
+from pocketgpt.questions import Prompt, Question, to_prompt, to_question
 from pocketgpt.sampling import Settings
 from pocketgpt.tokenizer import Tokenizer
 from pretrain import held_out
 
+EXAMPLES = 5  # answers of generate that results.json quotes
 STAGES = {"base": "base", "sft": "SFT", "control": "SFT on chosen", "dpo": "DPO"}
 CHATS = (
     ["Hello!", "What is 12 + 30?"],
@@ -45,6 +56,35 @@ class Config:
     items: int
     temperature: float
     seed: int
+    checkpoint: Any
+    text: str
+    choices: str
+    generate: str
+    families: bool
+    prompts: str
+    limit: int
+    stride: int
+    new_tokens: int
+    samples: int
+    batch_tokens: int
+
+    def check(self) -> None:
+        """Raises UserError when a number is out of its range."""
+        if not 1 <= self.items <= evaluation.TEST_ITEMS:
+            raise UserError(
+                f"items is {self.items}: it must be from 1 to {evaluation.TEST_ITEMS}, what is set aside per family"
+            )
+        Settings(temperature=self.temperature)  # refused now rather than after the greedy answers
+        if not 0 <= self.seed < 1 << 32:
+            raise UserError(f"seed is {self.seed}: it must be at least 0 and below 2^32")
+        if self.prompts not in ("auto", "plain", "chat"):
+            raise UserError(f"prompts is {self.prompts!r}: choose auto, plain or chat")
+        for key, least in (("limit", 0), ("stride", 0), ("samples", 0), ("new_tokens", 1), ("batch_tokens", 1)):
+            if not least <= getattr(self, key) < 1 << 40:
+                raise UserError(f"{key} is {getattr(self, key)}: it must be at least {least}")
+
+
+# --- the stages -----------------------------------------------------------------------------------------------------
 
 
 def held_out_pairs(out: Path) -> list[Pair]:
@@ -174,24 +214,248 @@ def show(results: dict[str, Any]) -> None:
         console.print()
 
 
+# --- any checkpoint -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Asked:
+    """What the checkpoints are scored on, read before the first of them is."""
+
+    texts: list[str]
+    questions: list[Question]
+    prompts: list[Prompt]
+    items: list[tasks.Item]
+
+    @classmethod
+    def read(cls, cfg: Config) -> Asked:
+        limit = cfg.limit or None
+        texts = list(islice(sources.any_text(Path(cfg.text)), limit)) if cfg.text else []
+        questions = (
+            [to_question(row, where) for where, row in islice(sources.rows(Path(cfg.choices)), limit)]
+            if cfg.choices
+            else []
+        )
+        prompts = (
+            [to_prompt(row, where) for where, row in islice(sources.rows(Path(cfg.generate)), limit)]
+            if cfg.generate
+            else []
+        )
+        wanted = cfg.families or not (texts or questions or prompts)
+        items = evaluation.heldout_items(shakespeare.speeches(), cfg.items)[0] if wanted else []
+        return cls(texts, questions, prompts, items)
+
+
+def share(passed: int, asked: int) -> dict[str, Any]:
+    """A share with its 95 % interval, as it stands in results.json."""
+    return {
+        "passed": passed,
+        "asked": asked,
+        "share": passed / asked,
+        "interval": list(evaluation.wilson(passed, asked)),
+    }
+
+
+def score_text(model: CachedGPT, tok: Tokenizer, texts: list[str], cfg: Config, name: str) -> dict[str, Any]:
+    """Bits per byte: every document stands behind one end-of-text id, and pays for all its tokens and nothing else."""
+    stride = cfg.stride or max(1, model.config.block_size // 2)
+    if stride > model.config.block_size:
+        raise UserError(f"stride is {stride}: {name} takes {model.config.block_size} tokens, and each must be counted")
+    tokens = [np.array(ids, np.int64) for ids in tok.encode_batch(texts)]
+    progress, task = bar(f"{name}: text", sum(map(len, tokens)))
+    with progress:
+        tick = partial(progress.advance, task)
+        log_probs = likelihood.document_log_probs(
+            model, tokens, tok.eot_id, stride=stride, batch_tokens=cfg.batch_tokens, tick=tick
+        )
+    return {"stride": stride, **likelihood.text_bits(texts, tokens, log_probs, tok.byte_lengths())}
+
+
+def score_choices(
+    model: CachedGPT, tok: Tokenizer, questions: list[Question], chat: bool, batch_tokens: int, name: str
+) -> dict[str, Any]:
+    """Accuracy of the likeliest choice, and of the one that is likeliest per byte."""
+
+    def encode(question: Question) -> Encoded:
+        if chat:
+            context = chat_template.render_prompt(tok, [{"role": "user", "content": question.query}])
+            return Encoded(context, tok.encode_batch(question.choices))
+        pairs = [likelihood.encode_pair(tok, question.query, f" {choice}") for choice in question.choices]
+        return Encoded(pairs[0][0], [continuation for _, continuation in pairs])
+
+    encoded = [encode(question) for question in questions]
+    fits = [i for i, one in enumerate(encoded) if len(one) <= model.config.block_size]
+    if not fits:
+        raise UserError(
+            f"{name}: none of the {len(questions)} questions fits into its {model.config.block_size} tokens"
+        )
+    progress, task = bar(f"{name}: choices", len(fits))
+    with progress:
+        tick = partial(progress.advance, task)
+        scored = likelihood.choice_log_probs(model, [encoded[i] for i in fits], batch_tokens=batch_tokens, tick=tick)
+    plain = normed = 0
+    for i, values in zip(fits, scored, strict=True):
+        sizes = [len(choice.encode()) for choice in questions[i].choices]
+        plain += int(np.argmax(values)) == questions[i].gold
+        normed += int(np.argmax(np.array(values) / sizes)) == questions[i].gold
+    return {
+        "acc": share(plain, len(fits)),
+        "acc_norm": share(normed, len(fits)),
+        "chance": sum(1 / len(questions[i].choices) for i in fits) / len(fits),
+        "too_long": len(questions) - len(fits),
+    }
+
+
+def score_prompts(
+    model: CachedGPT, tok: Tokenizer, prompts: list[Prompt], chat: bool, cfg: Config, name: str
+) -> dict[str, Any]:
+    """The share of answers that pass the rules of their row."""
+    encoded = [
+        chat_template.render_prompt(tok, prompt.messages) if chat else tok.encode(prompt.plain or "") or [tok.eot_id]
+        for prompt in prompts
+    ]
+    fits = [i for i, ids in enumerate(encoded) if len(ids) <= model.config.block_size]
+    if not fits:
+        raise UserError(f"{name}: none of the {len(prompts)} prompts fits into its {model.config.block_size} tokens")
+    every = [i for i in fits for _ in range(cfg.samples or 1)]
+    seeds = torch.randint(2**63 - 1, (len(every),), generator=torch.Generator().manual_seed(cfg.seed)).tolist()
+    progress, task = bar(f"{name}: answers", len(every))
+    with progress:
+        answers = evaluation.complete(
+            model,
+            tok,
+            [encoded[i] for i in every],
+            Settings(temperature=cfg.temperature) if cfg.samples else evaluation.GREEDY,
+            seeds,
+            [prompts[i].stop for i in every],
+            new_tokens=cfg.new_tokens,
+            batch_tokens=cfg.batch_tokens,
+            tick=partial(progress.advance, task),
+        )
+    passed = [prompts[i].check(answer) for i, answer in zip(every, answers, strict=True)]
+    result = share(sum(passed), len(passed))
+    if cfg.samples > 1:  # the answers to one prompt are no independent draws: their prompts are
+        by_prompt = [sum(passed[i : i + cfg.samples]) for i in range(0, len(passed), cfg.samples)]
+        interval = likelihood.ratio_interval(by_prompt, [cfg.samples] * len(by_prompt))
+        result["interval"] = [max(0.0, interval[0]), min(1.0, interval[1])] if interval else [0.0, 1.0]
+    examples = [
+        {"prompt": prompts[i].messages[-1]["content"], "answer": answer, "passed": ok}
+        for i, answer, ok in list(zip(every, answers, passed, strict=True))[:EXAMPLES]
+    ]
+    return result | {"samples": cfg.samples, "too_long": len(prompts) - len(fits), "examples": examples}
+
+
+def score(path: str, asked: Asked, cfg: Config, device: torch.device) -> dict[str, Any]:
+    """All that is asked about one checkpoint: its entry in results.json."""
+    loaded = checkpoint.load(path)
+    model, tok = CachedGPT.from_loaded(loaded, device), loaded.tokenizer
+    chat = cfg.prompts == "chat" or (cfg.prompts == "auto" and loaded.stage != "base")
+    if not chat and any(prompt.plain is None for prompt in asked.prompts):
+        raise UserError(f"{cfg.generate}: a row holds messages, and prompts to {path} are plain: set prompts=chat")
+    numbers: dict[str, Any] = {
+        "stage": loaded.stage,
+        "digest": loaded.digest,
+        "parameters": model.n_parameters(),
+        "context": model.config.block_size,
+        "prompts": "chat" if chat else "plain",
+    }
+    if asked.texts:
+        numbers["text"] = {"file": cfg.text, **score_text(model, tok, asked.texts, cfg, path)}
+    if asked.questions:
+        scored = score_choices(model, tok, asked.questions, chat, cfg.batch_tokens, path)
+        numbers["choices"] = {"file": cfg.choices, **scored}
+    if asked.prompts:
+        numbers["generate"] = {"file": cfg.generate, **score_prompts(model, tok, asked.prompts, chat, cfg, path)}
+    if asked.items:
+        families = evaluation.score_with_bar(f"{path}: families", model, tok, asked.items)
+        numbers["families"] = {name: share(*pair) for name, pair in families.by_family().items()}
+        numbers["families"]["all families"] = share(*families.rate())
+    return numbers
+
+
+def show_scores(scores: dict[str, dict[str, Any]]) -> None:
+    """One line per measure and checkpoint, in 60 columns, and what there is to know about each checkpoint."""
+    table = Table(box=None, pad_edge=False, title="With 95 % confidence intervals", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for heading in ("", "interval", "of"):
+        table.add_column(heading, justify="right", no_wrap=True)
+
+    def rows(label: str, values: list[dict[str, Any] | None]) -> None:
+        if not any(values):
+            return
+        if len(values) > 1:
+            table.add_row(label)
+        for name, value in zip(scores, values, strict=True):
+            first = f"  {name if len(name) <= 22 else '…' + name[-21:]}" if len(values) > 1 else label
+            table.add_row(first, *(cells(value) if value else "-"))
+
+    rows("text (bits per byte)", [numbers.get("text") for numbers in scores.values()])
+    for key in ("acc", "acc_norm"):
+        rows(f"choices: {key}", [numbers.get("choices", {}).get(key) for numbers in scores.values()])
+    rows("generate", [numbers.get("generate") for numbers in scores.values()])
+    for family in next(iter(scores.values())).get("families", {}):
+        rows(family, [numbers["families"][family] for numbers in scores.values()])
+    console.print(table, soft_wrap=False)
+    for name, numbers in scores.items():
+        size = f"{numbers['parameters'] / 1e6:.2f} M parameters, a context of {numbers['context']} tokens"
+        console.print(f"{name}: {size}, {numbers['prompts']} prompts", markup=False)
+        for what in ("choices", "generate"):
+            if left_out := numbers.get(what, {}).get("too_long"):
+                console.print(f"{name}: {left_out} rows of {what} are longer than its context: left out", markup=False)
+        if "choices" in numbers:
+            console.print(f"{name}: guessing would choose right in {numbers['choices']['chance']:.1%}", markup=False)
+
+
+def cells(value: dict[str, Any]) -> tuple[str, str, str]:
+    """The number, its interval, and how much it was measured on."""
+    bits = "bits_per_byte" in value
+    form = ".4f" if bits else ".1%"
+    interval = "-" if value["interval"] is None else " - ".join(format(end, form) for end in value["interval"])
+    number, of = (value["bits_per_byte"], value["bytes"]) if bits else (value["share"], value["asked"])
+    return format(number, form), interval, f"{of:,}"
+
+
+def score_checkpoints(cfg: Config) -> None:
+    """Score the checkpoints that are named, add them to results.json, and show them."""
+    named = cfg.checkpoint if isinstance(cfg.checkpoint, list) else [cfg.checkpoint]
+    if not all(isinstance(path, str) and path for path in named):
+        raise UserError(f"checkpoint is {cfg.checkpoint!r}: give a path, or paths in brackets: checkpoint=[A,B]")
+    for path in named:
+        if not Path(path).exists():
+            raise UserError(f"{path}: no checkpoint there; name a ckpt_<stage>.pt or a model folder")
+    device = machine.pick_device(cfg.device)
+    asked = Asked.read(cfg)
+    scores = {path: score(path, asked, cfg, device) for path in dict.fromkeys(named)}
+    path = Path(cfg.out) / "results.json"
+    results = {"stages": {}} | read_results(path)
+    before = results.get("checkpoints", {})
+    for name, numbers in scores.items():  # what was measured before of the same model stays
+        same = before.get(name, {}).get("digest") == numbers["digest"]
+        before[name] = (before[name] if same else {}) | numbers
+    write_json(path, results | {"checkpoints": before})
+    show_scores(scores)
+    console.print(f"results {path}", markup=False)
+
+
 def main() -> None:
     cfg = config.load("evaluate", Config)
-    if not 1 <= cfg.items <= evaluation.TEST_ITEMS:
-        raise UserError(
-            f"items is {cfg.items}: it must be from 1 to {evaluation.TEST_ITEMS}, what is set aside per family"
-        )
-    Settings(temperature=cfg.temperature)  # refused now rather than after the greedy answers
-    if not 0 <= cfg.seed < 1 << 32:
-        raise UserError(f"seed is {cfg.seed}: it must be at least 0 and below 2^32")
+    cfg.check()
+    if cfg.checkpoint:
+        score_checkpoints(cfg)
+        return
+    for key in ("text", "choices", "generate", "families"):
+        if getattr(cfg, key):
+            raise UserError(f"{key}= is about one checkpoint or several: name them with checkpoint=PATH")
     out = Path(cfg.out)
     stages = [stage for stage in STAGES if (out / f"ckpt_{stage}.pt").exists()]
     if not stages:
         raise UserError(f"{out}: no checkpoint there; run `make pretrain` first, or name another folder with out=")
-    made_from = config.plain(cfg) | {stage: sha256_file(out / f"ckpt_{stage}.pt") for stage in stages}
+    settings = {key: getattr(cfg, key) for key in ("out", "device", "items", "temperature", "seed")}
+    made_from = settings | {stage: sha256_file(out / f"ckpt_{stage}.pt") for stage in stages}
     path = out / "results.json"
     results = read_results(path)
     if results.get("made_from") != made_from:
-        results = measure_all(out, stages, cfg) | {"made_from": made_from}
+        scores = {"checkpoints": results["checkpoints"]} if "checkpoints" in results else {}
+        results = measure_all(out, stages, cfg) | {"made_from": made_from} | scores
         write_json(path, results)
     show(results)
     where = f"checkpoint folder {(out / 'latest').resolve()}, plots {out}/plot_*.png, metrics {out}/metrics_*.jsonl, results {path}, report {report.refresh(out)}"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pocketgpt import chat_template, tasks
 from pocketgpt import device as machine
+from pocketgpt.engine import Answer, Engine, Request
 from pocketgpt.loss import IGNORE, linear_cross_entropy, linear_log_probs
 from pocketgpt.metrics import bar
 from pocketgpt.packing import encode
@@ -27,6 +28,7 @@ if TYPE_CHECKING:  # the models live in top-level scripts, which this library do
 MAX_VAL_TOKENS = 100_000  # held-out tokens that bits per byte is measured on, from the start of the split
 MAX_ANSWER = 80  # tokens
 READ_TOKENS = 300  # of a text that the report shows token by token
+MAX_ROWS = 128  # prompts that are answered side by side
 TEST_ITEMS, DEV_ITEMS = 200, 25  # per family
 GREEDY = Settings(temperature=0.0)
 # The families whose check is about form more than content.
@@ -68,6 +70,41 @@ def answer_many(
     encoded = [chat_template.render_prompt(tok, messages) for messages in prompts]
     ids = model.generate_many(encoded, MAX_ANSWER, settings, stop_ids=(tok.im_end_id, tok.eot_id), generator=generator)
     return [tok.decode(answer) for answer in ids]
+
+
+def complete(
+    model: CachedGPT,
+    tok: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    settings: Settings,
+    seeds: Sequence[int],
+    stops: Sequence[Sequence[str]],
+    *,
+    new_tokens: int,
+    batch_tokens: int,
+    tick: Callable[[], object] = lambda: None,
+) -> list[str]:
+    """What the model writes after each prompt, none longer than block_size, side by side through the engine.
+
+    An answer ends with a control id, before one of its stop texts, after new_tokens, or where the context does. Which
+    prompts stand beside it, and so batch_tokens (the room for keys and values), do not change it.
+    """
+
+    def hear(answer: Answer, _: str) -> None:
+        if answer.reason:
+            tick()
+
+    ends = (tok.im_end_id, tok.eot_id)
+    needs = sorted(min(len(ids) + new_tokens, model.config.block_size) + 16 for ids in prompts)  # and a block begun
+    pool_tokens = max(needs[-1], min(batch_tokens, sum(needs[-MAX_ROWS:])))
+    engine = Engine(model, tok, pool_tokens=pool_tokens, max_batch=MAX_ROWS, prefill_chunk=batch_tokens)
+    requests = [
+        Request(ids, new_tokens, settings, seed, ends, stop, hear)
+        for ids, seed, stop in zip(prompts, seeds, stops, strict=True)
+    ]
+    answers = {i: engine.add(requests[i]) for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i]))}
+    engine.run()
+    return [answers[i].text for i in range(len(prompts))]
 
 
 @dataclass

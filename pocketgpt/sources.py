@@ -64,6 +64,20 @@ def documents(path: Path, field: str = "text") -> Iterator[str]:
         raise UserError(f"{path}: there is no text in it")
 
 
+def any_text(path: Path) -> Iterator[str]:
+    """`documents`, and a file whose name says nothing of its kind is read as .txt is: source code, a README."""
+    if not path.is_file() or path.name.lower().endswith(TEXT + ROWS + ARRAY):
+        yield from documents(path)
+        return
+    found = False
+    for text in _text_pieces(path):
+        if text.strip():
+            found = True
+            yield text
+    if not found:
+        raise UserError(f"{path}: there is no text in it")
+
+
 def rows(path: Path) -> Iterator[tuple[str, Row]]:
     """(where, row) for each row of a .jsonl, .jsonl.gz, .parquet or .json (one array) file or a folder of the first
     three; `where` names file and line for messages about that row. Raises UserError like `documents`."""

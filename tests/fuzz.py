@@ -48,7 +48,16 @@ SECONDS = 20  # a case that takes longer hangs
 MAINS = {script.__name__: script for script in (pretrain, sft, dpo, kv_cache, evaluate, chat)}
 TEXT = "".join(f"The {a} and the {b} of the {c}. " for a in "king fox".split() for b in "queen sea".split() for c in "wood river".split())  # fmt: skip
 # What a list or a number of work to do must not be: it would be done, and that is no finding but takes for ever.
-WORK = {"data.generate", "dpo.samples", "new_tokens", "repeats", "items", "prompt_lengths", "sample_tokens"}
+WORK = {
+    "data.generate",
+    "dpo.samples",
+    "new_tokens",
+    "samples",
+    "repeats",
+    "items",
+    "prompt_lengths",
+    "sample_tokens",
+}
 NUMBERS = ["0", "-1", "1", "2", "3", "0.5", "-0.0", "1e-30", "7.9", "1e400", "nan", "inf", "-inf"]
 HUGE = ["1000000000000", "2147483648", "9223372036854775808", "1e30"]
 WORDS = [
@@ -84,6 +93,11 @@ class World:
             "sft": [{"messages": [{"role": "user", "content": f"hi {i}"}, {"role": "assistant", "content": "ho"}]} for i in range(9)],
             "dpo": [{"prompt": f"hi {i}", "chosen": "ho", "rejected": "no"} for i in range(9)],
         }  # fmt: skip
+        self.questions = {
+            "text": self.rows["pretrain"][:3],
+            "choices": [{"query": f"hi {i}", "choices": ["ho", "no"], "gold": i % 2} for i in range(9)],
+            "generate": [{"prompt": f"hi {i}", "regex": "h[aeiou]+", "number": i, "stop": "\n"} for i in range(9)],
+        }
         for name, rows in self.rows.items():
             (root / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         self.fresh()
@@ -226,8 +240,9 @@ def disturb(node: Any, rng: random.Random) -> Any:
 
 def data_file(world: World, rng: random.Random) -> Case:
     """Text, JSONL, gzip, JSON or parquet, with damage to its bytes or to its rows."""
-    name = rng.choice(["pretrain", "sft", "dpo"])
-    rows = [disturb(row, rng) if rng.random() < 0.2 else row for row in world.rows[name]]
+    every = world.rows | world.questions
+    name = rng.choice(list(every))
+    rows = [disturb(row, rng) if rng.random() < 0.2 else row for row in every[name]]
     if rng.random() < 0.1:
         rows = rows[: rng.randrange(3)]
     form = rng.choice(["jsonl", "jsonl", "jsonl.gz", "parquet", "json", "txt", "docx"])
@@ -252,6 +267,9 @@ def data_file(world: World, rng: random.Random) -> Case:
     if rng.random() < 0.1:
         (world.bad / "b.jsonl").write_bytes(lines)
         path = world.bad
+    if name in world.questions:
+        model = f"checkpoint={world.root / 'good' / 'sft'}"
+        return "evaluate", [f"out={world.out}", model, "device=cpu", "new_tokens=3", f"{name}={path}"], b""
     return name, [*world.arguments(name), f"data.path={path}"], b""
 
 
