@@ -246,7 +246,8 @@ void attend_one(const float* q, const T* k, const T* v, const bool* seen, int64_
   }
   for (; d < D; ++d) {
     float total = 0;
-    for (int64_t s = 0; s < keys; ++s) total += scores[s] * one(v + s * v_stride + d);
+    // fma by name, as above: else the rounding of a key would depend on how many there are
+    for (int64_t s = 0; s < keys; ++s) total = std::fma(scores[s], one(v + s * v_stride + d), total);
     out[d] = total * share;
   }
 }
