@@ -592,9 +592,9 @@ class PackedMLP(MLP):
 
 
 def decode_step(model: GPT, idx: Tensor, position: Tensor, k: list[Tensor], v: list[Tensor], length: int) -> Tensor:
-    """One token per row on a StaticCache's tensors, as `extend` does it, in the form that compiles to one graph.
+    """A few tokens per row on a StaticCache's tensors, as `extend` does it, in the form that compiles to one graph.
 
-    idx (B, 1); position (1,) of the token; length: tokens held after the step, which is all that attention reads.
+    idx (B, n); position (n,) of the tokens; length: tokens held after the step, which is all that attention reads.
     """
 
     def keep(layer: int, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
@@ -602,7 +602,8 @@ def decode_step(model: GPT, idx: Tensor, position: Tensor, k: list[Tensor], v: l
         v[layer][:, :, position] = new_v
         return k[layer][:, :, :length], v[layer][:, :, :length]
 
-    return model.hidden_states(idx, position, None, [partial(keep, layer) for layer in range(len(k))])
+    mask = torch.arange(length, device=idx.device) <= position[:, None] if idx.size(1) > 1 else None
+    return model.hidden_states(idx, position, mask, [partial(keep, layer) for layer in range(len(k))])
 
 
 def about_inputs(guards: Sequence[Any]) -> list[bool]:
@@ -614,6 +615,7 @@ class CachedGPT(GPT):
     """GPT with the same parameters, under the same names, that carries a cache from call to call."""
 
     step: Callable[..., Tensor] | None = None  # the compiled decode_step
+    step_tokens = 1  # the most that it takes per row
 
     @torch.no_grad()
     def forward(self, idx: Tensor, past_kv: KVCache | None = None) -> tuple[Tensor, KVCache]:
@@ -646,11 +648,13 @@ class CachedGPT(GPT):
             block.attn, block.mlp = PackedAttention(block.attn, format), PackedMLP(block.mlp, format)
         return self
 
-    def compile_decode(self) -> Self:
+    def compile_decode(self, tokens: int = 1) -> Self:
         """Compile the step of one token per row, on first use: tens of seconds, or a few once inductor has it on disk.
 
         One graph serves every length and capacity. Needs a C++ compiler on the CPU; torch says so if there is none.
+        tokens: where it is more than 1, a second graph serves steps of 2 to so many (speculative.py checks guesses in them).
         """
+        self.step_tokens = tokens
         # The weights are frozen into the graph, which is therefore this model's alone. Checking at each step that no
         # module has changed took a quarter of the step.
         frozen = {"cpp_wrapper": True, "freezing": True, "guard_filter_fn": about_inputs}
@@ -663,12 +667,13 @@ class CachedGPT(GPT):
         """Run new ids (B, T) on top of the cache: what the head reads of them, (B, T, n_embd)."""
         n = idx.size(1)
         # Lengths of 0 and 1 would each be a graph of their own.
-        if self.step and n == 1 and isinstance(cache, StaticCache) and cache.starts is None and cache.length > 1:
-            check_capacity(cache.length + 1, cache.capacity)
-            position = cache.positions(1, idx.device)
+        few = n <= self.step_tokens
+        if self.step and few and isinstance(cache, StaticCache) and cache.starts is None and cache.length > 1:
+            check_capacity(cache.length + n, cache.capacity)
+            position = cache.positions(n, idx.device)
             # A slice starts elsewhere in memory for each token, and a graph is compiled for where its input starts.
-            hidden = self.step(self, idx.clone(), position, cache.k, cache.v, cache.length + 1)
-            cache.advance(1)
+            hidden = self.step(self, idx.clone(), position, cache.k, cache.v, cache.length + n)
+            cache.advance(n)
             return hidden
         hidden = self.hidden_states(idx, cache.positions(n, idx.device), cache.mask(n, idx.device), cache.keep)
         cache.advance(n)

@@ -85,11 +85,11 @@ class PromptLookup(Drafter):
                     self.follows[tuple(ids[place - n : place])] = place
         self.entered = len(ids)
         found = (self.follows.get(tuple(ids[-n:])) for n in self.sizes if n < len(ids))
-        place = next((place for place in found if place is not None), None)
-        if place is None:
+        match = next((place for place in found if place is not None), None)
+        if match is None:
             return Draft([])
-        period = len(ids) - place  # a guess longer than that goes round, as a text does that repeats itself
-        return Draft([ids[place + i % period] for i in range(min(room, self.length))])
+        period = len(ids) - match  # a guess longer than that goes round, as a text does that repeats itself
+        return Draft([ids[match + i % period] for i in range(min(room, self.length))])
 
 
 class ModelDraft(Drafter):
