@@ -3,10 +3,12 @@
 The models are in float64 where ids are compared: a chunk and single tokens differ by 1e-15 there, so no choice hangs on it.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +19,13 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import kv_cache
 from kv_cache import CachedGPT
-from pocketgpt import kernels, packed, speculative
+from pocketgpt import checkpoint, kernels, packed, speculative
 from pocketgpt.errors import UserError
 from pocketgpt.sampling import Settings, probabilities
 from pocketgpt.speculative import Draft, Drafter, ModelDraft, PromptLookup, Tally, generate
+from pocketgpt.tokenizer import Tokenizer
 
 GREEDY = Settings(temperature=0)
 
@@ -424,3 +428,49 @@ def test_a_guess_from_nearly_the_same_distribution_can_be_refused() -> None:
     p, q, generator = torch.tensor([0.25, 0.75]), torch.tensor([0.5, 0.75]), torch.Generator().manual_seed(0)
     drawn = Counter(speculative.accept_or_correct(0, p, q, generator) for _ in range(200))
     assert drawn.keys() == {0, 1}
+
+
+# --- the program ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tok: Tokenizer) -> Path:
+    for stage, model in (("sft", tiny(vocab_size=400, block_size=160)), ("base", tiny(1, vocab_size=400, n_layer=1))):
+        checkpoint.save(tmp_path, checkpoint.Checkpoint(stage, model.config.to_dict(), model.state_dict(), tok))
+    return tmp_path
+
+
+def program(monkeypatch: pytest.MonkeyPatch, folder: Path, draft: str) -> dict[str, float]:
+    settings = ["new_tokens=40", "prompt_lengths=[]", "repeats=1", "compile=false", "tolerance=0.01", "device=cpu"]
+    monkeypatch.setattr("sys.argv", ["kv_cache.py", f"out={folder}", f"draft={draft}", *settings])
+    kv_cache.main()
+    return json.loads((folder / "kv_cache.json").read_text())["speculative"]
+
+
+def test_kv_cache_reports_how_guesses_fare(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program(monkeypatch, folder, "") is None
+    for draft in ("lookup", str(folder / "ckpt_base.pt"), str(folder / "sft")):
+        report = program(monkeypatch, folder, draft)
+        assert 0 <= report["acceptance"] <= 1 and 1 <= report["tokens_per_step"] <= 40
+        assert report["ratio"] == pytest.approx(report["drafted_tokens_per_s"] / report["plain_tokens_per_s"])
+        printed = " ".join(capsys.readouterr().out.split())
+        assert f"draft={draft}: {report['acceptance']:.0%} of the guessed tokens accepted" in printed
+    assert report["acceptance"] == 1 and report["tokens_per_step"] > 4  # the model guessed for itself
+
+
+def test_kv_cache_refuses_tokens_that_differ_and_drafts_of_another_tokenizer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, corpus: str
+) -> None:
+    other = tiny(vocab_size=300)
+    theirs = checkpoint.Checkpoint("sft", other.config.to_dict(), other.state_dict(), Tokenizer.train([corpus], 300))
+    path = checkpoint.save(tmp_path / "other", theirs)
+    with pytest.raises(UserError, match=f"draft={path}: its tokenizer is not that of .*ckpt_sft.pt"):
+        program(monkeypatch, folder, str(path))
+    with pytest.raises(UserError, match="nowhere"):
+        program(monkeypatch, folder, "nowhere")
+    right = speculative.decide
+    monkeypatch.setattr(speculative, "decide", lambda *arguments: [token ^ 1 for token in right(*arguments)])
+    with pytest.raises(UserError, match="greedy tokens differ with and without guesses, from new token 0 on"):
+        program(monkeypatch, folder, "lookup")
