@@ -27,7 +27,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from base_model import GPT, MLP, Attention, Block, GPTConfig, KeepKV
-from pocketgpt import checkpoint, config, kernels, report, sampling
+from pocketgpt import checkpoint, config, kernels, report, sampling, speculative
 from pocketgpt import device as machine
 from pocketgpt.engine import Engine, Request
 from pocketgpt.errors import UserError, run
@@ -592,9 +592,9 @@ class PackedMLP(MLP):
 
 
 def decode_step(model: GPT, idx: Tensor, position: Tensor, k: list[Tensor], v: list[Tensor], length: int) -> Tensor:
-    """One token per row on a StaticCache's tensors, as `extend` does it, in the form that compiles to one graph.
+    """A few tokens per row on a StaticCache's tensors, as `extend` does it, in the form that compiles to one graph.
 
-    idx (B, 1); position (1,) of the token; length: tokens held after the step, which is all that attention reads.
+    idx (B, n); position (n,) of the tokens; length: tokens held after the step, which is all that attention reads.
     """
 
     def keep(layer: int, new_k: Tensor, new_v: Tensor) -> tuple[Tensor, Tensor]:
@@ -602,7 +602,8 @@ def decode_step(model: GPT, idx: Tensor, position: Tensor, k: list[Tensor], v: l
         v[layer][:, :, position] = new_v
         return k[layer][:, :, :length], v[layer][:, :, :length]
 
-    return model.hidden_states(idx, position, None, [partial(keep, layer) for layer in range(len(k))])
+    mask = torch.arange(length, device=idx.device) <= position[:, None] if idx.size(1) > 1 else None
+    return model.hidden_states(idx, position, mask, [partial(keep, layer) for layer in range(len(k))])
 
 
 def about_inputs(guards: Sequence[Any]) -> list[bool]:
@@ -614,6 +615,7 @@ class CachedGPT(GPT):
     """GPT with the same parameters, under the same names, that carries a cache from call to call."""
 
     step: Callable[..., Tensor] | None = None  # the compiled decode_step
+    step_tokens = 1  # the most that it takes of a single row
 
     @torch.no_grad()
     def forward(self, idx: Tensor, past_kv: KVCache | None = None) -> tuple[Tensor, KVCache]:
@@ -646,11 +648,12 @@ class CachedGPT(GPT):
             block.attn, block.mlp = PackedAttention(block.attn, format), PackedMLP(block.mlp, format)
         return self
 
-    def compile_decode(self) -> Self:
+    def compile_decode(self, tokens: int = 1) -> Self:
         """Compile the step of one token per row: tens of seconds, or a few once inductor has it on disk.
 
         One graph serves every length and capacity; a batch of more than one row is compiled when it comes. Needs a C++
         compiler on the CPU; torch says so if there is none.
+        tokens: where it is more than 1, a second graph serves steps of 2 to so many (speculative.py checks guesses in them).
         """
         # What costs as much as the weights of a small model (docs/LOG.md): checking at each step that no module has
         # changed, which is left out; checking shapes, which `extend` fixes; threads for the few numbers between products.
@@ -661,27 +664,30 @@ class CachedGPT(GPT):
             "alignment_asserts": False,
             "cpp.threads": 1,
         }
+        self.step_tokens = tokens
         self.step = torch.compile(  # type: ignore[call-overload]  # whose stubs lack isolate_recompiles
             decode_step, fullgraph=True, dynamic=True, isolate_recompiles=True, options=options
         )
         # Frozen, the weights are part of the graph, which is therefore this model's alone, and not its inputs.
-        cache = self.new_cache(1, capacity=4)
-        idx = torch.zeros(1, 2, dtype=torch.long, device=self.kv_place[1])
         with torch.inference_mode(), torch._inductor.config.patch(freezing=True):
-            self.extend(idx, cache)
-            self.extend(idx[:, :1], cache)
+            cache = self.new_cache(1, capacity=min(16, self.config.block_size) + 1)
+            idx = torch.zeros(1, 3, dtype=torch.long, device=self.kv_place[1])
+            for n in (2, 1, 3 if tokens > 2 else 1):  # the first is a prompt
+                self.extend(idx[:, :n], cache)
         return self
 
     def extend(self, idx: Tensor, cache: KVCache) -> Tensor:
         """Run new ids (B, T) on top of the cache: what the head reads of them, (B, T, n_embd)."""
         n = idx.size(1)
         # Lengths of 0 and 1 would each be a graph of their own.
-        if self.step and n == 1 and isinstance(cache, StaticCache) and cache.starts is None and cache.length > 1:
-            check_capacity(cache.length + 1, cache.capacity)
-            position = cache.positions(1, idx.device)
+        few = n <= (self.step_tokens if idx.size(0) == 1 else 1)
+        if self.step and few and isinstance(cache, StaticCache) and cache.starts is None and cache.length > 1:
+            check_capacity(cache.length + n, cache.capacity)
+            position = cache.positions(n, idx.device)
             # A slice starts elsewhere in memory for each token, and a graph is compiled for where its input starts.
-            hidden = self.step(self, idx.clone(), position, cache.k, cache.v, cache.length + 1)
-            cache.advance(1)
+            idx = idx.clone(memory_format=torch.contiguous_format)
+            hidden = self.step(self, idx, position, cache.k, cache.v, cache.length + n)
+            cache.advance(n)
             return hidden
         hidden = self.hidden_states(idx, cache.positions(n, idx.device), cache.mask(n, idx.device), cache.keep)
         cache.advance(n)
@@ -796,6 +802,7 @@ class Config:
     device: str
     quant: str
     compile: bool
+    draft: str
     prompt: str
     new_tokens: int
     prompt_lengths: list[int]
@@ -948,6 +955,44 @@ def race(
     return result
 
 
+def find_drafter(cfg: Config, loaded: checkpoint.Checkpoint, device: torch.device) -> speculative.Drafter | None:
+    """What draft= names: prompt lookup, or the model of a checkpoint, packed and compiled like the one that it drafts for."""
+    if not cfg.draft or cfg.draft == "lookup":
+        return speculative.PromptLookup() if cfg.draft else None
+    small = checkpoint.load(Path(cfg.draft))
+    if small.tokenizer.fingerprint != loaded.tokenizer.fingerprint:
+        raise UserError(f"draft={cfg.draft}: its tokenizer is not that of {loaded.path}: train both with one tokenizer")
+    return speculative.ModelDraft(CachedGPT.from_loaded(small, device).pack(cfg.quant))
+
+
+def race_drafter(
+    cached: CachedGPT, drafter: speculative.Drafter, ids: Tensor, n: int, repeats: int, device: torch.device
+) -> dict[str, float]:
+    """The same greedy generation with and without guesses, alternating, medians of whole texts; raises if tokens differ."""
+    seconds: dict[str, list[float]] = {"plain": [], "drafted": []}
+    for turn in range(repeats + 1):  # the first turn warms up
+        for name in seconds:
+            machine.synchronize(device)
+            start = time.perf_counter()
+            if name == "plain":
+                right = cached.generate(ids, n, temperature=0.0)
+            else:
+                out, tally = speculative.generate(cached, ids, n, sampling.Settings(temperature=0.0), drafter)
+            machine.synchronize(device)
+            if turn:
+                seconds[name].append(time.perf_counter() - start)
+    if not torch.equal(out, right):
+        where = int((out != right).nonzero()[0, 1]) - ids.size(1)
+        raise UserError(f"greedy tokens differ with and without guesses, from new token {where} on")
+    result = {f"{name}_tokens_per_s": n / statistics.median(times) for name, times in seconds.items()}
+    return {
+        "acceptance": tally.acceptance,
+        "tokens_per_step": tally.tokens_per_step,
+        **result,
+        "ratio": result["drafted_tokens_per_s"] / result["plain_tokens_per_s"],
+    }
+
+
 def rounding_cost(loaded: checkpoint.Checkpoint, plain: GPT, folder: Path, device: torch.device) -> float | None:
     """Bits per byte that the rounded model loses on the text held out by pretraining; None without that text."""
     if not (folder / "ckpt_base.pt").exists():
@@ -989,6 +1034,7 @@ def main() -> None:
     path = find_checkpoint(cfg)
     device = machine.pick_device(cfg.device)
     loaded = checkpoint.load(path)
+    drafter = find_drafter(cfg, loaded, device)
     plain = rounded(GPT.from_loaded(loaded, device), cfg.quant)
     cached = CachedGPT.from_loaded(loaded, device).pack(cfg.quant)
     without_kernels = kernels.build() if device.type == "cpu" else ""
@@ -998,7 +1044,9 @@ def main() -> None:
         )
     elif cfg.compile and device.type == "cpu":
         console.print("compiling the decode step: ten to forty seconds, a few when torch has it in its cache")
-        cached.compile_decode()
+        cached.compile_decode(tokens=kernels.MAX_QUERIES if drafter else 1)
+        if isinstance(drafter, speculative.ModelDraft):
+            drafter.model.compile_decode()
     tok, shape = loaded.tokenizer, plain.config
     lengths = [n for n in cfg.prompt_lengths if n < shape.block_size]
     text = tok.encode(cfg.prompt)
@@ -1067,6 +1115,16 @@ def main() -> None:
         )
     console.print(table)
 
+    drafted = None
+    if drafter:
+        drafted = race_drafter(cached, drafter, prompt, cfg.new_tokens, cfg.repeats, device)
+        console.print(
+            f"Speculative decoding, draft={cfg.draft}: {drafted['acceptance']:.0%} of the guessed tokens accepted, "
+            f"{drafted['tokens_per_step']:.1f} tokens per step; with the prompt {drafted['drafted_tokens_per_s']:,.0f} tokens/s "
+            f"against {drafted['plain_tokens_per_s']:,.0f}, {drafted['ratio']:.1f}x; the tokens are the same",
+            markup=False,
+        )
+
     lost: float | None = 0.0
     if cfg.quant != "float32":
         lost = rounding_cost(loaded, plain, path.parent, device)
@@ -1109,6 +1167,7 @@ def main() -> None:
         "proof": proof,
         "speed": main_race,
         "by_length": by_length,
+        "speculative": drafted,
         "memory": memory,
     }
     if by_length:

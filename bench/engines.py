@@ -128,7 +128,7 @@ class Ours(TorchEngine):
             note = kernels.build() if self.device == "cpu" else ""
             model.pack(self.precision)
             if not note and self.device == "cpu":
-                model.compile_decode()
+                model.compile_decode(kernels.MAX_QUERIES if self.folder.name == "copying" else 1)
         self.model = model
         self.generate([list(range(1, 65))], 8)
         n = self.read_parameters()
@@ -189,23 +189,19 @@ class Ours(TorchEngine):
 
     def lookup(self, ids: Sequence[int], n: int) -> dict[str, Any]:
         """The same continuation without and with prompt lookup."""
-        try:
-            from pocketgpt import speculative
-        except ImportError:
-            raise MissingError("pocketgpt.speculative is not in this version") from None
+        from pocketgpt import speculative
         from pocketgpt.sampling import Settings
 
         plain = self.generate([ids], n)
         start = self.clock()
-        out = speculative.generate(
+        out, _ = speculative.generate(
             self.model,
             self.torch.tensor([ids], device=self.device),
             n,
-            speculative.PromptLookup(),
             Settings(temperature=0.0),
+            speculative.PromptLookup(),
         )
         seconds = self.clock() - start
-        out = out[0] if isinstance(out, tuple) else out
         same = out[0, len(ids) :].tolist() == plain["tokens"][0]
         return {"plain_s": plain["seconds"], "lookup_s": seconds, "same": same}
 

@@ -1,4 +1,4 @@
-// The two inner loops of decoding on a CPU: a few rows times packed weights, and attention over cached keys and values.
+// The inner loops of decoding on a CPU: a few rows times packed weights, and attention over cached keys and values.
 //
 // A decode step reads every weight once and does little else, so its floor is bytes of weights over memory bandwidth.
 // These loops stay near it in every weight format, because weights are widened in registers on their way to float32
@@ -215,6 +215,40 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const OptionalTensor
   return y;
 }
 
+template <typename W>
+void gather(const at::Tensor& idx, const W* w, const float* scale, int64_t K, float* out) {
+  for (int64_t i = 0; i < idx.numel(); ++i) {
+    const int64_t id = idx.const_data_ptr<int64_t>()[i], panel = id / LANES, lane = id % LANES;
+    for (int64_t k = 0; k < K; ++k, ++out) {
+      if constexpr (std::is_same_v<W, Nibbles>) {
+        const uint8_t pair = w[(panel * K + k) / 2 * LANES + lane].pair;
+        *out = static_cast<float>((k % 2 ? pair >> 4 : pair & 15) - 8) * scale[(panel * K + k) / GROUP * LANES + lane];
+      } else {
+        *out = one(w + (panel * K + k) * LANES + lane) * (scale ? scale[id] : 1.0f);
+      }
+    }
+  }
+}
+
+// Rows idx of packed weights, (..., K). An operation of its own, so that no compiler fuses it with the norm that follows
+// and sums its squares in an order that depends on how many rows there are.
+at::Tensor rows(const at::Tensor& idx, const at::Tensor& w, const OptionalTensor& scale) {
+  const bool grouped = w.scalar_type() == at::kByte;
+  const int64_t K = w.size(1) * (grouped ? 2 : 1);
+  auto sizes = idx.sizes().vec();
+  sizes.push_back(K);
+  const at::Tensor flat = idx.contiguous(), y = at::empty(sizes, w.options().dtype(at::kFloat));
+  const float* s = scale ? scale->const_data_ptr<float>() : nullptr;
+  float* out = y.mutable_data_ptr<float>();
+  switch (w.scalar_type()) {
+    case at::kFloat: gather(flat, w.const_data_ptr<float>(), s, K, out); break;
+    case at::kBFloat16: gather(flat, w.const_data_ptr<at::BFloat16>(), s, K, out); break;
+    case at::kChar: gather(flat, w.const_data_ptr<int8_t>(), s, K, out); break;
+    default: gather(flat, reinterpret_cast<const Nibbles*>(w.const_data_ptr<uint8_t>()), s, K, out);
+  }
+  return y;
+}
+
 // e^x for x <= 0: 2^n times a polynomial (Cephes); relative error below 2e-7.
 inline Floats exponential(Floats x) {
   const Floats t = x * 1.44269504f;
@@ -284,7 +318,8 @@ void attend_one(const float* q, const T* k, const T* v, const bool* seen, int64_
   }
   for (; d < D; ++d) {
     float total = 0;
-    for (int64_t s = 0; s < keys; ++s) total += scores[s] * one(v + s * v_stride + d);
+    // fma by name, as above: else the rounding of a key would depend on how many there are
+    for (int64_t s = 0; s < keys; ++s) total = std::fma(scores[s], one(v + s * v_stride + d), total);
     out[d] = total * share;
   }
 }
@@ -320,10 +355,12 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
 
 TORCH_LIBRARY(pocketgpt, m) {
   m.def("linear(Tensor x, Tensor w, Tensor? scale, Tensor? bias, int n) -> Tensor");
+  m.def("rows(Tensor idx, Tensor w, Tensor? scale) -> Tensor");
   m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? mask) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(pocketgpt, CPU, m) {
   m.impl("linear", &linear);
+  m.impl("rows", &rows);
   m.impl("attend", &attend);
 }

@@ -72,6 +72,9 @@ def build() -> str:
     except (UserError, OSError) as error:
         return f"the C++ kernels do not load: {str(error)[:160]}"
     torch.library.register_fake("pocketgpt::linear", lambda x, w, scale, bias, n: x.new_empty(*x.shape[:-1], n))
+    torch.library.register_fake(
+        "pocketgpt::rows", lambda idx, w, _: w.new_empty(*idx.shape, width(w), dtype=torch.float32)
+    )
     torch.library.register_fake("pocketgpt::attend", lambda q, k, v, mask: q.new_empty(q.shape))
     loaded = True
     return ""
@@ -80,6 +83,16 @@ def build() -> str:
 def linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, n: int) -> Tensor:
     """x (..., K) float32 times packed weights (see packed.py) -> (..., n) float32. A row's result does not depend on the others."""
     return torch.ops.pocketgpt.linear(x, weight, scale, bias, n)
+
+
+def rows(idx: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    """Rows idx (...) int64 of packed weights -> (..., K) float32."""
+    return torch.ops.pocketgpt.rows(idx, weight, scale)
+
+
+def width(weight: Tensor) -> int:
+    """K of packed weights; int4 has two to a byte."""
+    return weight.size(1) * (2 if weight.dtype == torch.uint8 else 1)
 
 
 def can_attend(q: Tensor, k: Tensor) -> bool:

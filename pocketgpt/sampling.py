@@ -83,6 +83,14 @@ def filter_logits(logits: Tensor, settings: Settings | Sequence[Settings]) -> Te
     return logits
 
 
+def probabilities(logits: Tensor, settings: Settings, seen: Tensor, n_tokens: int) -> Tensor:
+    """What `sample` draws from at a temperature above 0: logits (B, V) and the ids so far (B, T) -> (B, n_tokens) float32."""
+    logits = penalise_repetition(logits.float(), seen, settings.repetition_penalty)[:, :n_tokens]
+    # The largest becomes 0 first, so that a tiny temperature divides nothing into infinity.
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(settings.temperature, 1e-30)
+    return filter_logits(logits, settings).softmax(-1)
+
+
 def sample(
     logits: Tensor, settings: Settings, seen: Tensor, n_tokens: int, generator: torch.Generator | None = None
 ) -> Tensor:
@@ -90,13 +98,9 @@ def sample(
 
     Ids from n_tokens on are padding of the vocabulary and never come out.
     """
-    logits = penalise_repetition(logits.float(), seen, settings.repetition_penalty)[:, :n_tokens]
     if settings.temperature == 0:
-        return logits.argmax(-1)
-    # The largest becomes 0 first, so that a tiny temperature divides nothing into infinity.
-    logits = (logits - logits.amax(-1, keepdim=True)) / max(settings.temperature, 1e-30)
-    probabilities = filter_logits(logits, settings).softmax(-1)
-    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+        return penalise_repetition(logits.float(), seen, settings.repetition_penalty)[:, :n_tokens].argmax(-1)
+    return torch.multinomial(probabilities(logits, settings, seen, n_tokens), 1, generator=generator).squeeze(-1)
 
 
 def sample_rows(
