@@ -300,6 +300,7 @@ def score_choices(
     return {
         "acc": share(plain, len(fits)),
         "acc_norm": share(normed, len(fits)),
+        "prompts": "chat" if chat else "plain",
         "chance": sum(1 / len(questions[i].choices) for i in fits) / len(fits),
         "too_long": len(questions) - len(fits),
     }
@@ -341,7 +342,12 @@ def score_prompts(
         {"prompt": prompts[i].messages[-1]["content"], "answer": answer, "passed": ok}
         for i, answer, ok in list(zip(every, answers, passed, strict=True))[:EXAMPLES]
     ]
-    return result | {"samples": cfg.samples, "too_long": len(prompts) - len(fits), "examples": examples}
+    return result | {
+        "prompts": "chat" if chat else "plain",
+        "samples": cfg.samples,
+        "too_long": len(prompts) - len(fits),
+        "examples": examples,
+    }
 
 
 def score(path: str, asked: Asked, cfg: Config, device: torch.device) -> dict[str, Any]:
@@ -356,12 +362,11 @@ def score(path: str, asked: Asked, cfg: Config, device: torch.device) -> dict[st
         "digest": loaded.digest,
         "parameters": model.n_parameters(),
         "context": model.config.block_size,
-        "prompts": "chat" if chat else "plain",
     }
     if asked.texts:
         numbers["text"] = {"file": cfg.text, **score_text(model, tok, asked.texts, cfg, path)}
     if asked.questions:
-        scored = score_choices(model, tok, asked.questions, chat, cfg.batch_tokens, path)
+        scored = score_choices(model, tok, asked.questions, cfg.prompts == "chat", cfg.batch_tokens, path)
         numbers["choices"] = {"file": cfg.choices, **scored}
     if asked.prompts:
         numbers["generate"] = {"file": cfg.generate, **score_prompts(model, tok, asked.prompts, chat, cfg, path)}
@@ -397,9 +402,10 @@ def show_scores(scores: dict[str, dict[str, Any]]) -> None:
     console.print(table, soft_wrap=False)
     for name, numbers in scores.items():
         size = f"{numbers['parameters'] / 1e6:.2f} M parameters, a context of {numbers['context']} tokens"
-        console.print(f"{name}: {size}, {numbers['prompts']} prompts", markup=False)
-        for what in ("choices", "generate"):
-            if left_out := numbers.get(what, {}).get("too_long"):
+        console.print(f"{name}: {size}", markup=False)
+        for what in (what for what in ("choices", "generate") if what in numbers):
+            console.print(f"{name}: {numbers[what]['prompts']} prompts for {what}", markup=False)
+            if left_out := numbers[what]["too_long"]:
                 console.print(f"{name}: {left_out} rows of {what} are longer than its context: left out", markup=False)
         if "choices" in numbers:
             console.print(f"{name}: guessing would choose right in {numbers['choices']['chance']:.1%}", markup=False)

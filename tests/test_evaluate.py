@@ -117,7 +117,8 @@ def test_who_knows_the_facts_has_them_right_and_who_does_not_guesses(
     assert found[knows]["choices"]["chance"] == 0.25
     assert (found[knows]["generate"]["passed"], found[knows]["generate"]["asked"]) == (20, 20)
     assert found[guesses]["generate"]["share"] < 0.2
-    assert found[knows]["prompts"] == style and found[knows]["generate"]["examples"][0]["answer"].strip() == COLOURS[0]
+    assert found[knows]["choices"]["prompts"] == found[knows]["generate"]["prompts"] == style
+    assert found[knows]["generate"]["examples"][0]["answer"].strip() == COLOURS[0]
 
 
 def test_the_batch_changes_no_number(world: Path, tmp_path: Path) -> None:
@@ -247,6 +248,35 @@ def test_sampled_answers_follow_from_the_seed_and_their_interval_from_the_prompt
     assert found[0] == found[1] != found[2] and found[0]["asked"] == 80
     assert len({example["answer"] for example in found[0]["examples"][:4]}) > 1, "the samples of a prompt differ"
     assert 0 < found[0]["share"] < 1 and tuple(found[0]["interval"]) != evaluation.wilson(found[0]["passed"], 80)
+
+
+def test_what_just_fits_into_the_context_is_asked(world: Path, tok: Tokenizer, tmp_path: Path) -> None:
+    """The last token of a choice is never read, so a question and its choice may have one more than the context."""
+    words = " lamp" * 64
+    assert len(tok.encode(words)) == 64
+    cut = " lamp" * 63
+    rows = [
+        {"query": cut, "choices": ["lamp lamp", "lamp"], "gold": 0},
+        {"query": words, "choices": ["lamp lamp", "lamp"], "gold": 0},
+    ]
+    write(tmp_path / "q.jsonl", rows)
+    write(tmp_path / "g.jsonl", [{"prompt": words, "number": 1}, {"prompt": f"{words} lamp", "number": 1}])
+    program(
+        f"checkpoint={world}/base", f"choices={tmp_path}/q.jsonl", f"generate={tmp_path}/g.jsonl", f"out={tmp_path}"
+    )
+    numbers = results(tmp_path)["checkpoints"][f"{world}/base"]
+    assert (numbers["choices"]["too_long"], numbers["choices"]["acc"]["asked"]) == (1, 1)
+    assert (numbers["generate"]["too_long"], numbers["generate"]["asked"]) == (1, 1)
+
+
+@pytest.mark.parametrize(("stage", "style"), [("base", "plain"), ("sft", "chat")])
+def test_choices_are_plain_and_answers_chat_unless_the_model_knows_no_chat(
+    world: Path, tmp_path: Path, stage: str, style: str
+) -> None:
+    asks = [f"choices={world}/plain.jsonl", f"generate={world}/go_on.jsonl", "limit=1", "new_tokens=1"]
+    printed = program(f"checkpoint={world}/{stage}", *asks, f"out={tmp_path}")
+    assert f"{world}/{stage}: plain prompts for choices" in printed
+    assert f"{world}/{stage}: {style} prompts for generate" in printed
 
 
 def test_an_answer_ends_at_its_stop_text(world: Path, tok: Tokenizer, tmp_path: Path) -> None:
