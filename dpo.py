@@ -153,9 +153,10 @@ class PairRows:
     @staticmethod
     def encode(tok: Tokenizer, prompt: Conversation, answer: str) -> Example:
         """Only the answer and its end token are supervised, also where the prompt holds earlier answers."""
-        before = chat_template.render_prompt(tok, prompt)
-        after = [*tok.encode(answer), tok.im_end_id]
-        return Example.of(before + after, [False] * len(before) + [True] * len(after))
+        before = len(chat_template.render_prompt(tok, prompt))
+        ids, supervised = chat_template.render(tok, [*prompt, {"role": "assistant", "content": answer}])
+        end = len(ids) - supervised[::-1].index(True)
+        return Example.of(ids[:end], [False] * before + [True] * (end - before))
 
     def __len__(self) -> int:
         return len(self.chosen)

@@ -17,12 +17,13 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -176,6 +177,12 @@ class StaticCache(KVCache):
         # A tensor per layer: in one for all, the compiled step would copy everything to write one token (docs/LOG.md).
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
+
+    def reserve(self, capacity: int) -> None:
+        """Take more memory, for `capacity` tokens, and keep what is held."""
+        more = (0, 0, 0, capacity - self.capacity)
+        self.k, self.v = [F.pad(k, more) for k in self.k], [F.pad(v, more) for v in self.v]
+        self.capacity = capacity
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         end = self.length + k.size(2)
@@ -876,7 +883,8 @@ def prove(model: CachedGPT, reference: GPT, ids: Tensor, tolerance: float) -> li
                 model = CachedGPT.sharing(reference)
                 ids, batch, ragged, starts = ids.cpu(), batch.cpu(), ragged.cpu(), starts.cpu()
             full, full_batch, full_short = (full_pass(reference, x, kind) for x in (ids, batch, ids[:, cut:]))
-            cache = partial(new, model.config)
+            # What is fed and no more: for the whole context of a real model some of these would take gigabytes.
+            cache = partial(new, replace(model.config, block_size=ids.size(1)))
             outputs = {
                 way: (full, feed(model, ids, cache(1, None, ids.device), chunks))
                 for way, chunks in ways_to_feed(ids.size(1)).items()

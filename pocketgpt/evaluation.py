@@ -63,7 +63,7 @@ def answer_many(
     """One answer to each conversation, batched through the cache."""
     generator = torch.Generator(model.embed.weight.device).manual_seed(seed)
     encoded = [chat_template.render_prompt(tok, messages) for messages in prompts]
-    ids = model.generate_many(encoded, MAX_ANSWER, settings, stop_ids=(tok.im_end_id, tok.eot_id), generator=generator)
+    ids = model.generate_many(encoded, MAX_ANSWER, settings, stop_ids=tuple(tok.control_ids), generator=generator)
     return [tok.decode(answer) for answer in ids]
 
 
