@@ -78,7 +78,7 @@ def render_prompt(tok: Tokenizer, messages: list[Message]) -> list[int]:
 
 def context_ids(tok: Tokenizer, messages: list[Message], answer_next: bool = False) -> list[int]:
     """The ids of `render`, also where the template leaves unclear which of them an answer is."""
-    return sum(_segments(tok, messages, answer_next), [])
+    return [token for part in _segments(tok, messages, answer_next) for token in part]
 
 
 def _segments(tok: Tokenizer, messages: list[Message], answer_next: bool = False) -> list[list[int]]:

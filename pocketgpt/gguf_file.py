@@ -245,3 +245,131 @@ def pre_tokenizer(part: str) -> Any:
     if part in ("gpt2 words", "bytes"):
         return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=part == "gpt2 words")
     return pre_tokenizers.Split(Regex(part), "isolated")
+
+
+# -- writing
+
+
+def save(path: Path, ckpt: Checkpoint, dtype: str) -> None:
+    """Write a GGUF file of version 3 that llama.cpp runs, atomically: matrices in `dtype` (a key of WRITABLE), all else in
+    float32, with tokenizer, control tokens and chat template.
+
+    Raises:
+        UserError: for a model or tokenizer that llama.cpp does not have.
+    """
+    kind = hf.architecture(ckpt.config)
+    if kind not in ARCHITECTURES:
+        raise UserError(
+            f"{ckpt.path}: llama.cpp has no architecture with these switches; it has {', '.join(ARCHITECTURES)}"
+        )
+    if dtype not in WRITABLE:
+        raise UserError(f"dtype is {dtype!r}: choose one of {', '.join(WRITABLE)}")
+    weights = dict(ckpt.state_dict)
+    if kind == "llama":
+        permute(weights, ckpt.config, halves_to_adjacent)
+    with atomic_path(path) as temporary:
+        writer = GGUFWriter(temporary, kind)
+        try:
+            write_config(writer, ckpt, dtype)
+            write_tokenizer(writer, ckpt.tokenizer, ckpt.config["vocab_size"])
+            for name, tensor in sorted(weights_to(weights, ckpt.config).items()):
+                array = tensor.float().contiguous().numpy()
+                wanted = (
+                    WRITABLE[dtype] if tensor.dim() == 2 and name != "position_embd.weight" else WRITABLE["float32"]
+                )
+                if wanted == GGMLQuantizationType.Q8_0 and tensor.size(1) % 32:
+                    raise UserError(
+                        f"q8_0 packs 32 weights together, and {name} has {tensor.size(1)} in a row: use float16"
+                    )
+                writer.add_tensor(name, gguf.quants.quantize(array, wanted), raw_dtype=wanted)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+        finally:
+            writer.close()
+
+
+def weights_to(weights: dict[str, Tensor], config: dict[str, Any]) -> dict[str, Tensor]:
+    """Our state_dict -> their names. GPT-2 keeps queries, keys and values in one; a tied head is left out."""
+    theirs = {}
+    fused = hf.architecture(config) == "gpt2"
+    for name, tensor in weights.items():
+        module, kind = name.removeprefix("blocks.").rsplit(".", 1)
+        layer, _, inner = module.partition(".")
+        prefix, module = (f"blk.{layer}.", inner) if inner else ("", layer)
+        if fused and module == "attn.q_proj":
+            three = [weights[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+            theirs[f"{prefix}attn_qkv.{kind}"] = torch.cat(three)
+        elif not (fused and module in ("attn.k_proj", "attn.v_proj")) and not (
+            module == "lm_head" and config["tie_embeddings"]
+        ):
+            theirs[f"{prefix}{NAMES[module]}.{kind}"] = tensor
+    return theirs
+
+
+def write_config(writer: GGUFWriter, ckpt: Checkpoint, dtype: str) -> None:
+    config, width = ckpt.config, hf.head_dim(ckpt.config)
+    writer.add_name(ckpt.stage)
+    writer.add_file_type(FILE_TYPES[dtype])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_context_length(config["block_size"])
+    writer.add_embedding_length(config["n_embd"])
+    writer.add_block_count(config["n_layer"])
+    writer.add_feed_forward_length(ckpt.state_dict["blocks.0.mlp.up_proj.weight"].size(0))
+    writer.add_head_count(config["n_head"])
+    writer.add_head_count_kv(config["n_kv_head"])
+    if config["position"] == "learned":
+        writer.add_layer_norm_eps(config["norm_eps"])
+    else:
+        writer.add_layer_norm_rms_eps(config["norm_eps"])
+        writer.add_rope_freq_base(config["rope_theta"])
+        writer.add_rope_dimension_count(width)
+        writer.add_key_length(width)
+        writer.add_value_length(width)
+
+
+def write_tokenizer(writer: GGUFWriter, tok: Tokenizer, vocab_size: int) -> None:
+    """The vocabulary as tokens, types and merges, padded to `vocab_size` with tokens marked unused."""
+    raw = json.loads(tok.to_json())
+    added = {token["content"]: token for token in raw["added_tokens"]}
+    ids = raw["model"]["vocab"] | {token["content"]: token["id"] for token in raw["added_tokens"]}
+    tokens = sorted(ids, key=ids.__getitem__)
+    types = [
+        TokenType.NORMAL if t not in added else TokenType.CONTROL if added[t]["special"] else TokenType.USER_DEFINED
+        for t in tokens
+    ]
+    padding = vocab_size - len(tokens)
+    merges = [m if isinstance(m, str) else " ".join(m) for m in raw["model"]["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split_of(raw["pre_tokenizer"]))
+    writer.add_token_list(tokens + [f"[PAD{len(tokens) + i}]" for i in range(padding)])
+    writer.add_token_types(types + [TokenType.UNUSED] * padding)
+    writer.add_token_merges(merges)
+    # Without a beginning of their own, texts begin with the end of the one before; llama.cpp would take id 11.
+    writer.add_bos_token_id(tok.eot_id if tok.bos is None else tok.control[tok.bos])
+    writer.add_eos_token_id(tok.im_end_id)
+    writer.add_pad_token_id(tok.eot_id)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(tok.template)
+
+
+def split_of(pre: Any) -> str:
+    """The name that llama.cpp has for a pre-tokenizer, given as in tokenizer.json."""
+    parts = pre["pretokenizers"] if pre and pre["type"] == "Sequence" else [pre]
+    said = []
+    for part in parts:
+        kind = part["type"] if part else None
+        if kind == "Digits" and part["individual_digits"]:
+            said.append("each digit")
+        elif kind == "ByteLevel" and not part["add_prefix_space"]:
+            said.append("gpt2 words" if part["use_regex"] else "bytes")
+        elif kind == "Split" and part["behavior"] == "Isolated" and not part["invert"]:
+            said.append(part["pattern"].get("Regex") or part["pattern"]["String"])
+        else:
+            said.append(f"another {kind}")
+    if said[0] == "\n":  # ours: as no merge holds a newline, the ids are the same without this part
+        del said[0]
+    name = next((name for name, split in SPLITS.items() if split == tuple(said)), None)
+    if name is None:
+        raise UserError(f"llama.cpp has no pre-tokenizer that does as this one ({', '.join(said)[:120]})")
+    return name

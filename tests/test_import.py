@@ -1,7 +1,6 @@
 """Models from elsewhere: real weights with known answers, files as other programs write them, and what is refused."""
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
