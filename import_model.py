@@ -21,14 +21,14 @@ from pocketgpt import chat_template, checkpoint, gguf_file, hf
 from pocketgpt.errors import UserError, run
 from pocketgpt.files import fingerprint, reserve
 
-OURS = ("base", "sft", "control", "dpo", "latest", "smoke")  # names that the stages use
+RESERVED = (*checkpoint.STAGES, "latest", "smoke")  # names that our own programs write to
 
 
 def main() -> None:
     args = parse(sys.argv[1:])
     source = find(args.source)
     out = Path(args.out) if args.out else Path("checkpoints") / name_of(source)
-    if out.name in OURS or not re.fullmatch(r"[\w.-]+", out.name) or out.name.startswith("."):
+    if out.name in RESERVED or not re.fullmatch(r"[\w.-]+", out.name) or out.name.startswith("."):
         raise UserError(f"--out {out}: {out.name!r} cannot name an imported model: choose another name")
     if out.resolve() == source.resolve():
         raise UserError(f"--out {out} is the source itself: choose another name")

@@ -944,10 +944,14 @@ def race(
 
 
 def rounding_cost(loaded: checkpoint.Checkpoint, plain: GPT, folder: Path, device: torch.device) -> float | None:
-    """Bits per byte that the rounded model loses on the text held out by pretraining; None without that text."""
+    """Bits per byte that the rounded model loses on the text held out by pretraining; None without that text, or where it
+    lies in the tokens of another model."""
     if not (folder / "ckpt_base.pt").exists():
         return None
-    corpus = held_out(checkpoint.load(folder / "ckpt_base.pt"))
+    base = checkpoint.load(folder / "ckpt_base.pt")
+    if base.tokenizer.fingerprint != loaded.tokenizer.fingerprint:
+        return None
+    corpus = held_out(base)
     models = (plain, GPT.from_loaded(loaded, device))
     after, before = (bits_per_byte(model, corpus.tokenizer, corpus.val, torch.float32) for model in models)
     return after - before
@@ -1070,7 +1074,7 @@ def main() -> None:
             + (
                 f"{lost:+.4f} bits per byte of the text that pretraining held out"
                 if lost is not None
-                else "an unknown number of bits per byte: no ckpt_base.pt with its text lies beside this checkpoint"
+                else "an unknown number of bits per byte: no ckpt_base.pt with a text in its tokens lies beside this checkpoint"
             ),
             markup=False,
         )
@@ -1095,6 +1099,8 @@ def main() -> None:
         markup=False,
     )
     folder = path.parent
+    # The numbers of a model from elsewhere stand beside those of ours, not in their place.
+    name = "kv_cache" if loaded.stage in checkpoint.STAGES else f"{loaded.stage}_kv_cache"
     report = {
         "checkpoint": str(path),
         "quant": cfg.quant,
@@ -1107,9 +1113,9 @@ def main() -> None:
         "memory": memory,
     }
     if by_length:
-        plot(by_length, folder / "plot_kv_cache.png")
-        console.print(f"plot {folder / 'plot_kv_cache.png'}, numbers {folder / 'kv_cache.json'}", markup=False)
-    write_json(folder / "kv_cache.json", report)
+        plot(by_length, folder / f"plot_{name}.png")
+        console.print(f"plot {folder / f'plot_{name}.png'}, numbers {folder / f'{name}.json'}", markup=False)
+    write_json(folder / f"{name}.json", report)
     print(json.dumps({key: report[key] for key in ("checkpoint", "machine", "max_difference", "speed", "memory")}))
 
 

@@ -30,6 +30,7 @@ from pocketgpt.files import atomic_path
 from pocketgpt.tokenizer import Tokenizer
 
 FORMAT = 1
+STAGES = ("base", "sft", "control", "dpo")  # what our own programs train; other names are of imported models
 WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")  # what torch.compile and DDP put before parameter names
 KEYS = {
     "format": int,

@@ -111,7 +111,7 @@ def test_a_file_comes_back_as_it_was(name: str, tmp_path: Path, tok: Tokenizer) 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "q8_0"])
 def test_smaller_types_round_the_matrices_only(dtype: str, tmp_path: Path, tok: Tokenizer) -> None:
-    model, ckpt = model_and_checkpoint("llama", tok)
+    _, ckpt = model_and_checkpoint("llama", tok)
     ckpt.state_dict["blocks.0.mlp.down_proj.weight"] = torch.randn(32, 64)  # rows of whole blocks
     ckpt.state_dict |= {
         f"blocks.{i}.mlp.{part}_proj.weight": torch.randn(64, 32) for i in (0, 1) for part in ("up", "gate")
