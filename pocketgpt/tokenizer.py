@@ -145,7 +145,7 @@ class Tokenizer:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     @property
-    def roles(self) -> dict[str, str | None]:
+    def roles(self) -> dict[str, Any]:
         """What tokenizer.json does not say: the keywords of `from_json`."""
         return {"template": self.template, "bos": self.bos, "eos": self.eos}
 
