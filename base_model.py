@@ -38,6 +38,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "bias": False,
         "norm_eps": 1e-6,
     },
+    "qwen2": {
+        "position": "rope",
+        "norm": "rmsnorm",
+        "mlp": "swiglu",
+        "qk_norm": False,
+        "bias": False,
+        "qkv_bias": True,
+        "norm_eps": 1e-6,
+    },
     "qwen3": {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "bias": False, "norm_eps": 1e-6},
 }
 SWITCHES = {
@@ -73,6 +82,7 @@ class GPTConfig:
     mlp: str = "swiglu"
     qk_norm: bool = True  # normalise queries and keys per head (Henry et al. 2020)
     bias: bool = False
+    qkv_bias: bool = False  # biases on queries, keys and values alone, as Qwen2 has them
     tie_embeddings: bool = True
     dropout: float = 0.0  # probability
     rope_theta: float = 10_000.0
@@ -98,6 +108,8 @@ class GPTConfig:
         for key in ("rope_theta", "norm_eps"):
             if not 0 < getattr(self, key) < math.inf:
                 raise UserError(f"model.{key} is {getattr(self, key)}: it must be above 0")
+        if self.bias and self.qkv_bias:
+            raise UserError("model.qkv_bias is for models without model.bias, which covers it: set one of them")
         if not 0 <= self.dropout < 1:
             raise UserError(f"model.dropout is {self.dropout}: it must be in [0, 1)")
         if self.position == "rope" and self.width_of_head % 2:
@@ -190,9 +202,10 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.width_of_head
         self.dropout = config.dropout
-        self.q_proj = nn.Linear(config.n_embd, self.n_head * self.head_dim, bias=config.bias)
-        self.k_proj = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=config.bias)
-        self.v_proj = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=config.bias)
+        qkv_bias = config.bias or config.qkv_bias
+        self.q_proj = nn.Linear(config.n_embd, self.n_head * self.head_dim, bias=qkv_bias)
+        self.k_proj = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=qkv_bias)
+        self.v_proj = nn.Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=qkv_bias)
         self.o_proj = nn.Linear(self.n_head * self.head_dim, config.n_embd, bias=config.bias)
         self.q_norm = make_norm(config, self.head_dim) if config.qk_norm else nn.Identity()
         self.k_norm = make_norm(config, self.head_dim) if config.qk_norm else nn.Identity()

@@ -134,9 +134,10 @@ def own_pairs(data: config.DataConfig) -> tuple[list[Pair], list[Pair], dict[str
 
 def marked(tok: Tokenizer, prompt: Conversation, answer: str) -> tuple[list[int], list[bool]]:
     """The ids of prompt and answer, and which are supervised: the answer and its end token, no earlier answers."""
-    before = chat_template.render_prompt(tok, prompt)
-    after = [*tok.encode(answer), tok.im_end_id]
-    return before + after, [False] * len(before) + [True] * len(after)
+    before = len(chat_template.render_prompt(tok, prompt))
+    ids, supervised = chat_template.render(tok, [*prompt, {"role": "assistant", "content": answer}])
+    end = len(ids) - supervised[::-1].index(True)
+    return ids[:end], [False] * before + [True] * (end - before)
 
 
 class PairRows:

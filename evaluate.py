@@ -354,7 +354,8 @@ def score(path: str, asked: Asked, cfg: Config, device: torch.device) -> dict[st
     """All that is asked about one checkpoint: its entry in results.json."""
     loaded = checkpoint.load(path)
     model, tok = CachedGPT.from_loaded(loaded, device), loaded.tokenizer
-    chat = cfg.prompts == "chat" or (cfg.prompts == "auto" and loaded.stage != "base")
+    taught = loaded.stage != "base" and loaded.tokenizer.template != chat_template.PLAIN_TEMPLATE
+    chat = cfg.prompts == "chat" or (cfg.prompts == "auto" and taught)
     if not chat and any(prompt.plain is None for prompt in asked.prompts):
         raise UserError(f"{cfg.generate}: a row holds messages, and prompts to {path} are plain: set prompts=chat")
     numbers: dict[str, Any] = {

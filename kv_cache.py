@@ -17,12 +17,13 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -176,6 +177,12 @@ class StaticCache(KVCache):
         # A tensor per layer: in one for all, the compiled step would copy everything to write one token (docs/LOG.md).
         self.k = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
         self.v = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.n_layer)]
+
+    def reserve(self, capacity: int) -> None:
+        """Take more memory, for `capacity` tokens, and keep what is held."""
+        more = (0, 0, 0, capacity - self.capacity)
+        self.k, self.v = [F.pad(k, more) for k in self.k], [F.pad(v, more) for v in self.v]
+        self.capacity = capacity
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         end = self.length + k.size(2)
@@ -791,6 +798,7 @@ class CachedGPT(GPT):
 
 PROOF_TOKENS = 96  # the proof covers this many positions
 PROOF_WINDOW = 24  # tokens that a sliding cache sees in it
+ROUNDING = 4.0  # two roundings of the same sum, each as far off as the one that is measured, and as much again to spare
 
 
 @dataclass
@@ -881,7 +889,14 @@ def prove(model: CachedGPT, reference: GPT, ids: Tensor, tolerance: float) -> li
 
     int8 keys and values are compared in float64. In float32 another order of summing now and then puts a number on the
     other side of a border between two steps, and a whole step of one number moved the logits of a model by up to 0.06.
+
+    A large model rounds more: SmolLM2's logits without any cache are off by more than the tolerance, in float32 against
+    float64. Where a difference exceeds it, up to ROUNDING times that much passes as rounding too, and is reported.
     """
+    exact: GPT | None = None
+    noise: dict[
+        bool, float
+    ] = {}  # of the float32 logits of full attention and of that of a window, where it was needed
     vocab = reference.config.vocab_size
     batch = torch.cat((ids, ids.flip(1), (ids + 1) % vocab))
     # Rows of a ragged batch, padded on the left: each must equal itself alone.
@@ -892,11 +907,12 @@ def prove(model: CachedGPT, reference: GPT, ids: Tensor, tolerance: float) -> li
     with torch.inference_mode():
         for kind, new in KINDS.items():
             if kind == "int8":
-                reference = copy.deepcopy(reference).cpu().double()  # Apple's GPUs have no float64
+                reference = exact if exact is not None else in_float64(reference)
                 model = CachedGPT.sharing(reference)
                 ids, batch, ragged, starts = ids.cpu(), batch.cpu(), ragged.cpu(), starts.cpu()
             full, full_batch, full_short = (full_pass(reference, x, kind) for x in (ids, batch, ids[:, cut:]))
-            cache = partial(new, model.config)
+            # What is fed and no more: for the whole context of a real model some of these would take gigabytes.
+            cache = partial(new, replace(model.config, block_size=ids.size(1)))
             outputs = {
                 way: (full, feed(model, ids, cache(1, None, ids.device), chunks))
                 for way, chunks in ways_to_feed(ids.size(1)).items()
@@ -905,14 +921,32 @@ def prove(model: CachedGPT, reference: GPT, ids: Tensor, tolerance: float) -> li
             outputs["batch of 3"] = (full_batch, feed(model, batch, cache(3, None, ids.device), chunks))
             both = feed(model, ragged, cache(2, starts, ids.device), chunks)
             outputs["ragged batch"] = (torch.cat((full, full_short), 1), torch.cat((both[:1], both[1:, cut:]), 1))
+            differences = {way: float((right - got).abs().max()) for way, (right, got) in outputs.items()}
+            allowed = tolerance
+            if kind != "int8" and max(differences.values()) > tolerance:
+                exact = exact if exact is not None else in_float64(reference)
+                if (sees := kind == "sliding") not in noise:
+                    pairs = ((full, ids), (full_batch, batch))
+                    noise[sees] = max(float((f.cpu() - full_pass(exact, x.cpu(), kind)).abs().max()) for f, x in pairs)
+                allowed = max(tolerance, ROUNDING * noise[sees])
             for way, (right, got) in outputs.items():
-                difference = float((right - got).abs().max())
                 agreement = float((right.argmax(-1) == got.argmax(-1)).float().mean())
-                ok = difference <= tolerance
                 results.append(
-                    {"cache": kind, "way": way, "difference": difference, "argmax_agreement": agreement, "ok": ok}
+                    {
+                        "cache": kind,
+                        "way": way,
+                        "difference": differences[way],
+                        "allowed": allowed,
+                        "argmax_agreement": agreement,
+                        "ok": differences[way] <= allowed,
+                    }
                 )
     return results
+
+
+def in_float64(model: GPT) -> GPT:
+    """A copy on the CPU: Apple's GPUs have no float64."""
+    return copy.deepcopy(model).cpu().double()
 
 
 def decode(model: GPT, ids: Tensor, n: int, device: torch.device) -> tuple[float, float, Tensor]:
@@ -994,10 +1028,14 @@ def race_drafter(
 
 
 def rounding_cost(loaded: checkpoint.Checkpoint, plain: GPT, folder: Path, device: torch.device) -> float | None:
-    """Bits per byte that the rounded model loses on the text held out by pretraining; None without that text."""
+    """Bits per byte that the rounded model loses on the text held out by pretraining; None without that text, or where it
+    lies in the tokens of another model."""
     if not (folder / "ckpt_base.pt").exists():
         return None
-    corpus = held_out(checkpoint.load(folder / "ckpt_base.pt"))
+    base = checkpoint.load(folder / "ckpt_base.pt")
+    if base.tokenizer.fingerprint != loaded.tokenizer.fingerprint:
+        return None
+    corpus = held_out(base)
     models = (plain, GPT.from_loaded(loaded, device))
     after, before = (bits_per_byte(model, corpus.tokenizer, corpus.val, torch.float32) for model in models)
     return after - before
@@ -1076,11 +1114,15 @@ def main() -> None:
             "ok" if row["ok"] else "WRONG",
         )
     console.print(table)
+    if (most := max(row["allowed"] for row in proof)) > cfg.tolerance:
+        console.print(
+            f"float32 alone moves the logits of this model by up to {most / ROUNDING:.1e} against float64, without any cache; "
+            f"{ROUNDING:.0f} times that passes as rounding, in place of {cfg.tolerance}",
+            markup=False,
+        )
     wrong = [row for row in proof if not row["ok"]]
     if wrong:
-        raise UserError(
-            f"{len(wrong)} of {len(proof)} ways exceed the tolerance of {cfg.tolerance}: the cache is wrong"
-        )
+        raise UserError(f"{len(wrong)} of {len(proof)} ways exceed the tolerance of {most:.1e}: the cache is wrong")
 
     progress, task = bar("timing", (len(lengths) + 1) * (cfg.repeats + 1))
     with progress:
@@ -1133,7 +1175,7 @@ def main() -> None:
             + (
                 f"{lost:+.4f} bits per byte of the text that pretraining held out"
                 if lost is not None
-                else "an unknown number of bits per byte: no ckpt_base.pt with its text lies beside this checkpoint"
+                else "an unknown number of bits per byte: no ckpt_base.pt with a text in its tokens lies beside this checkpoint"
             ),
             markup=False,
         )
@@ -1158,6 +1200,8 @@ def main() -> None:
         markup=False,
     )
     folder = path.parent
+    # The numbers of a model from elsewhere stand beside those of ours, not in their place.
+    name = "kv_cache" if loaded.stage in checkpoint.STAGES else f"{loaded.stage}_kv_cache"
     numbers = {
         "checkpoint": str(path),
         "quant": cfg.quant,
@@ -1171,9 +1215,9 @@ def main() -> None:
         "memory": memory,
     }
     if by_length:
-        plot(by_length, folder / "plot_kv_cache.png")
-        console.print(f"plot {folder / 'plot_kv_cache.png'}, numbers {folder / 'kv_cache.json'}", markup=False)
-    write_json(folder / "kv_cache.json", numbers)
+        plot(by_length, folder / f"plot_{name}.png")
+        console.print(f"plot {folder / f'plot_{name}.png'}, numbers {folder / f'{name}.json'}", markup=False)
+    write_json(folder / f"{name}.json", numbers)
     console.print(f"report {report.refresh(folder)}", markup=False)
     print(json.dumps({key: numbers[key] for key in ("checkpoint", "machine", "max_difference", "speed", "memory")}))
 

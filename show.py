@@ -139,7 +139,7 @@ def plain() -> bool:
 def marked(tok: Tokenizer, ids: Ids, learned: list[bool], limit: int) -> Text:
     """At most `limit` tokens, the learned ones in green, or in «» where there is no colour."""
     line = Text()
-    controls = (tok.eot_id, tok.im_start_id, tok.im_end_id)
+    controls = tok.control_ids
     for number, (token, counts) in enumerate(zip(ids[:limit], learned, strict=False)):
         text = piece(tok, token)
         if plain() and counts:

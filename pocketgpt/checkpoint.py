@@ -30,6 +30,7 @@ from pocketgpt.files import atomic_path
 from pocketgpt.tokenizer import Tokenizer
 
 FORMAT = 1
+STAGES = ("base", "sft", "control", "dpo")  # what our own programs train; other names are of imported models
 WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")  # what torch.compile and DDP put before parameter names
 KEYS = {
     "format": int,
@@ -65,7 +66,12 @@ class Checkpoint:
         """Hex digest of all that decides what the model says: configuration, tokenizer, and weights by name."""
         config = hf.config_from_hf(hf.config_to_hf(self.config), self.path)  # as it comes back from a folder
         config.pop("dropout", None)  # of training only
-        total = hashlib.sha256(json.dumps([config, self.tokenizer.fingerprint], sort_keys=True).encode())
+        if not config.get("qkv_bias"):  # a switch that older checkpoints do not have
+            config.pop("qkv_bias", None)
+        says: list[Any] = [config, self.tokenizer.fingerprint]
+        if self.tokenizer.template != chat_template.TEMPLATE:
+            says.append(self.tokenizer.roles)
+        total = hashlib.sha256(json.dumps(says, sort_keys=True).encode())
         for name, tensor in sorted(self.state_dict.items()):
             total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
             total.update(raw_bytes(tensor))
@@ -93,7 +99,8 @@ def save(out: Path, ckpt: Checkpoint) -> Path:
         "config": ckpt.config,
         "state_dict": weights,
         "tokenizer": ckpt.tokenizer.to_json(),
-        "chat_template": chat_template.TEMPLATE,
+        "chat_template": ckpt.tokenizer.template,
+        "special_tokens": {"bos": ckpt.tokenizer.bos, "eos": ckpt.tokenizer.eos},
         "step": ckpt.step,
         "metrics": ckpt.metrics,
         "run_config": ckpt.run_config,
@@ -102,8 +109,9 @@ def save(out: Path, ckpt: Checkpoint) -> Path:
     }
     write(path, contents)
     folder = out / ckpt.stage
-    stop_id = ckpt.tokenizer.im_end_id
-    hf.save_folder(folder, ckpt.config, weights, stage=ckpt.stage, step=ckpt.step, stop_id=stop_id, digest=digest)
+    stop_id, pad_id = ckpt.tokenizer.im_end_id, ckpt.tokenizer.eot_id
+    about = {"stage": ckpt.stage, "step": ckpt.step}
+    hf.save_folder(folder, ckpt.config, weights, about, stop_id=stop_id, pad_id=pad_id, digest=digest)
     ckpt.tokenizer.save(folder, ckpt.config["block_size"])
     point(out / "latest", folder)
     return path
@@ -176,7 +184,7 @@ def load_file(path: Path) -> Checkpoint:
                 f"{path}: the entry {key!r} is missing or not a {kind.__name__}; the file is not ours or damaged"
             )
     try:
-        tokenizer = Tokenizer.from_json(raw["tokenizer"])
+        tokenizer = Tokenizer.from_json(raw["tokenizer"], **roles_of(raw))
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     return Checkpoint(
@@ -193,12 +201,23 @@ def load_file(path: Path) -> Checkpoint:
     )
 
 
+def roles_of(raw: dict[str, Any]) -> dict[str, Any]:
+    """The chat template and the control tokens that it is given; older files name none and have ours."""
+    named = raw.get("special_tokens", {"eos": Tokenizer.IM_END})
+    if not isinstance(named, dict):
+        raise UserError("the entry 'special_tokens' is not a dict; the file is not ours or damaged")
+    roles = {"bos": named.get("bos"), "eos": named.get("eos"), "template": raw["chat_template"]}
+    if not isinstance(roles["eos"], str) or not isinstance(roles["bos"], str | None):
+        raise UserError("the entry 'special_tokens' names no end of a turn; the file is not ours or damaged")
+    return roles
+
+
 def load_folder(path: Path) -> Checkpoint:
     stay_inside(path)
     config, weights, about = hf.load_folder(path)
     stage, step = str(about.get("stage", path.name)), about.get("step", 0)
     recorded = ""
-    if (file := path / "model.safetensors").exists():
+    if (file := path / "model.safetensors").exists():  # what we write is never in shards
         with safe_open(file, "pt") as tensors:
             recorded = (tensors.metadata() or {}).get("digest", "")
     step = step if isinstance(step, int) else 0

@@ -68,7 +68,7 @@ def answer_many(
     """One answer to each conversation, batched through the cache."""
     generator = torch.Generator(model.embed.weight.device).manual_seed(seed)
     encoded = [chat_template.render_prompt(tok, messages) for messages in prompts]
-    ids = model.generate_many(encoded, MAX_ANSWER, settings, stop_ids=(tok.im_end_id, tok.eot_id), generator=generator)
+    ids = model.generate_many(encoded, MAX_ANSWER, settings, stop_ids=tuple(tok.control_ids), generator=generator)
     return [tok.decode(answer) for answer in ids]
 
 
@@ -94,7 +94,7 @@ def complete(
         if answer.reason:
             tick()
 
-    ends = (tok.im_end_id, tok.eot_id)
+    ends = tuple(sorted(tok.control_ids))
     needs = sorted(min(len(ids) + new_tokens, model.config.block_size) + 16 for ids in prompts)  # and a block begun
     pool_tokens = max(needs[-1], min(batch_tokens, sum(needs[-MAX_ROWS:])))
     engine = Engine(model, tok, pool_tokens=pool_tokens, max_batch=MAX_ROWS, prefill_chunk=batch_tokens)

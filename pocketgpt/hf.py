@@ -1,7 +1,7 @@
 """The Hugging Face form of a model folder: our names and theirs, in both directions.
 
-Covers Qwen3ForCausalLM, LlamaForCausalLM and GPT2LMHeadModel, so that a folder opens in transformers, vLLM and
-llama.cpp's converter with no code of ours. A model outside these three shapes is saved under its own model_type.
+Covers Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM and GPT2LMHeadModel, so that a folder opens in transformers, vLLM and
+llama.cpp's converter with no code of ours. A model outside these shapes is saved under its own model_type.
 """
 
 from __future__ import annotations
@@ -21,12 +21,26 @@ from pocketgpt.errors import UserError
 from pocketgpt.files import atomic_path, write_json
 
 # The switches of ours that make each of theirs.
+ROPE_SHAPE = {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False}
 SHAPES: dict[str, dict[str, Any]] = {
-    "gpt2": {"position": "learned", "norm": "layernorm", "mlp": "gelu", "qk_norm": False, "bias": True},
-    "llama": {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": False, "bias": False},
-    "qwen3": {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "bias": False},
+    "gpt2": {
+        "position": "learned",
+        "norm": "layernorm",
+        "mlp": "gelu",
+        "qk_norm": False,
+        "bias": True,
+        "qkv_bias": False,
+    },
+    "llama": ROPE_SHAPE | {"qk_norm": False, "qkv_bias": False},
+    "qwen2": ROPE_SHAPE | {"qk_norm": False, "qkv_bias": True},
+    "qwen3": ROPE_SHAPE | {"qk_norm": True, "qkv_bias": False},
 }
-CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+CLASSES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 # What they can switch and we cannot: written like this, and refused when it reads otherwise.
 FIXED: dict[str, dict[str, Any]] = {
     "gpt2": {
@@ -36,7 +50,17 @@ FIXED: dict[str, dict[str, Any]] = {
         "scale_attn_by_inverse_layer_idx": False,
     },
     "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "qwen2": {"hidden_act": "silu", "use_sliding_window": False},
     "qwen3": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+}
+
+# The same, but not written: what a model has that is more than a switch of its kind.
+ABSENT: dict[str, Any] = {
+    "quantization_config": None,
+    "partial_rotary_factor": 1.0,
+    "add_cross_attention": False,
+    "use_mrope": False,
+    "no_rope_layers": None,
 }
 
 # Their names of our modules.
@@ -62,7 +86,8 @@ GPT2_NAMES = {
 
 def architecture(config: dict[str, Any]) -> str:
     """Which of theirs a config of ours is: qwen3, llama, gpt2, or pocketgpt when it is none of them."""
-    kind = next((name for name, shape in SHAPES.items() if shape.items() <= config.items()), "pocketgpt")
+    switches = {"qkv_bias": False} | config  # checkpoints of old do not have it
+    kind = next((name for name, shape in SHAPES.items() if shape.items() <= switches.items()), "pocketgpt")
     if kind == "gpt2":
         plain_heads = (
             config["n_kv_head"] == config["n_head"] and config["n_embd"] == head_dim(config) * config["n_head"]
@@ -127,9 +152,11 @@ def config_from_hf(raw: dict[str, Any], where: Path) -> dict[str, Any]:
         return {key: value for key, value in raw.items() if key not in (*theirs, "pocketgpt")}
     if not isinstance(kind, str) or kind not in SHAPES:
         raise UserError(f"{where}: model_type {kind!r} is not supported; supported: {', '.join(SHAPES)}")
-    for key, only in FIXED[kind].items():
+    for key, only in (FIXED[kind] | ABSENT).items():
         if raw.get(key) not in (None, only):
             raise UserError(f"{where}: {key}={raw[key]!r} is not supported for {kind}, only {only!r}")
+    if isinstance(layers := raw.get("layer_types"), list) and (other := [x for x in layers if x != "full_attention"]):
+        raise UserError(f"{where}: layer_types has {other[0]!r}, which is not supported, only 'full_attention'")
     try:
         if kind == "gpt2":
             return SHAPES[kind] | {
@@ -257,15 +284,15 @@ def save_folder(
     folder: Path,
     config: dict[str, Any],
     weights: dict[str, Tensor],
+    about: dict[str, Any],
     *,
-    stage: str,
-    step: int,
     stop_id: int,
+    pad_id: int,
     digest: str = "",
 ) -> None:
     """Write config.json, generation_config.json and model.safetensors (the tokenizer writes its own files).
 
-    The digest lies in the metadata of the weights, which other programs do not copy when they write the model anew.
+    about: plain values on the run. The digest lies in the metadata of the weights, which other programs do not copy when they write the model anew.
     """
     path = folder / "model.safetensors"
     with atomic_path(path) as temporary:
@@ -273,10 +300,10 @@ def save_folder(
             save_file(weights_to_hf(config, weights), temporary, metadata={"format": "pt", "digest": digest})
         except SafetensorError as error:
             raise UserError(f"cannot write {path}: {error}") from error
-    write_json(folder / "config.json", config_to_hf(config, stop_id) | {"pocketgpt": {"stage": stage, "step": step}})
+    write_json(folder / "config.json", config_to_hf(config, stop_id) | {"pocketgpt": about})
     write_json(
         folder / "generation_config.json",
-        {"eos_token_id": stop_id, "pad_token_id": 0, "do_sample": True, "temperature": 0.7, "top_p": 0.95},
+        {"eos_token_id": stop_id, "pad_token_id": pad_id, "do_sample": True, "temperature": 0.7, "top_p": 0.95},
     )
 
 
@@ -296,13 +323,28 @@ def load_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[s
     if not isinstance(raw, dict):
         raise UserError(f"{path}: not a JSON object")
     config = config_from_hf(raw, path)
-    path = folder / "model.safetensors"
-    try:
-        theirs = load_file(path)
-    except FileNotFoundError:
-        raise UserError(f"{folder}: no model.safetensors in it; the folder is incomplete") from None
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not a readable safetensors file ({error})") from None
+    theirs: dict[str, Tensor] = {}
+    for path in shards(folder):
+        try:
+            theirs |= load_file(path)
+        except FileNotFoundError:
+            raise UserError(f"{folder}: no {path.name} in it; the folder is incomplete") from None
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{path}: not a readable safetensors file ({error})") from None
     about = raw.get("pocketgpt")
     weights = weights_from_hf(raw["model_type"], config.get("tie_embeddings", True), theirs)
     return config, weights, about if isinstance(about, dict) else {}
+
+
+def shards(folder: Path) -> list[Path]:
+    """The files that hold the weights: model.safetensors, or those that its index names."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").exists() or not index.exists():
+        return [folder / "model.safetensors"]
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{index}: not a readable index of safetensors files ({error})") from None
+    if not names or not all(isinstance(name, str) and re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names):
+        raise UserError(f"{index}: names files that are not safetensors beside it; refused")
+    return [folder / name for name in sorted(names)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pocketgpt.chat_template import Message, render, render_prompt
+from pocketgpt.chat_template import Message, context_ids, render_prompt
 from pocketgpt.errors import UserError
 from pocketgpt.sampling import Settings, own_generator, sample
 from pocketgpt.streaming import TextStream
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the model lives in a top-level script, which this library d
 
 
 class Session:
-    """The messages are the truth, and the cache follows: between calls it holds a prefix of `render(context())`.
+    """The messages are the truth, and the cache follows: between calls it holds a prefix of `context_ids` of `context()`.
 
     Every change is made to the messages first; then the cache is cropped to what it still has in common with them.
     This one rule covers an undone turn, a second try, turns that no longer fit, and an answer that the model wrote in
@@ -53,7 +53,7 @@ class Session:
         self.block_size = model.config.block_size
         # An answer can count on a quarter of the context, unless it needs less.
         self.reserve = min(max_new_tokens or self.block_size, self.block_size // 4)
-        self.cache = model.new_cache()
+        self.cache = model.new_cache(capacity=min(self.block_size, 1024))  # grows: a long context can take gigabytes
         self.cached: list[int] = []  # the ids whose keys and values the cache holds
         self.system: list[Message] = [{"role": "system", "content": system}] if system else []
         self.messages: list[Message] = []  # user and assistant in pairs, all of them
@@ -69,7 +69,7 @@ class Session:
 
     def context_length(self) -> int:
         """Tokens of the context that are taken."""
-        return min(self.block_size, len(render(self.tok, self.context())[0]))
+        return min(self.block_size, len(context_ids(self.tok, self.context())))
 
     def conversation(self) -> list[Message]:
         """Everything that was said, also what no longer fits into the context."""
@@ -88,12 +88,9 @@ class Session:
                 f"the message is {-room} tokens too long for the context of {self.block_size}, of which "
                 f"{self.reserve} are kept for the answer: shorten it"
             )
-        first = len(self.messages)
-        while first > 0:
-            room -= len(render(self.tok, self.messages[first - 2 : first])[0])
-            if room < 0:
-                break
-            first -= 2
+        first = 0
+        while self._room(render_prompt(self.tok, [*self.system, *self.messages[first:], question])) < 0:
+            first += 2
         newly = max(0, first - self.dropped) // 2
         self.dropped = first
         self.messages += [question, {"role": "assistant", "content": ""}]
@@ -123,7 +120,7 @@ class Session:
             while True:
                 seen = torch.tensor([self.cached], device=logits.device)
                 token = int(sample(logits, self.settings, seen, self.model.n_tokens, self.generator))
-                if token in (self.tok.eot_id, self.tok.im_start_id, self.tok.im_end_id):  # none of them is text
+                if token in self.tok.control_ids:  # none of them is text
                     self.ending = "stop"
                     break
                 self.n_new += 1
@@ -163,7 +160,7 @@ class Session:
 
     def _follow(self) -> None:
         self.dropped = min(self.dropped, len(self.messages))
-        self._crop(render(self.tok, self.context())[0])
+        self._crop(context_ids(self.tok, self.context()))
 
     def _crop(self, ids: list[int]) -> None:
         """Keep of the cache what begins `ids`."""
@@ -175,6 +172,9 @@ class Session:
     def _extend(self, ids: list[int]) -> Tensor:
         """Run new ids on top of the cache: the logits after the last of them, (1, vocab_size)."""
         device = self.model.embed.weight.device
+        needed = len(self.cached) + len(ids)
+        if needed > self.cache.capacity:
+            self.cache.reserve(min(2 * needed, self.block_size))
         hidden = self.model.extend(torch.tensor([ids], device=device), self.cache)
         self.cached += ids
         return self.model.lm_head(hidden[:, -1])

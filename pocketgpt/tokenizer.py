@@ -1,19 +1,23 @@
 """Byte-level BPE: text to token ids and back, without loss, through the `tokenizers` library.
 
-Ids 0, 1 and 2 are the control tokens, the next 256 are the bytes, the rest are merges in the order they were learned.
+In a vocabulary of ours ids 0, 1 and 2 are the control tokens, the next 256 are the bytes, the rest are merges in the order
+they were learned. One that came with somebody else's model has its own order, control tokens and chat template.
 """
 
 import hashlib
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from pocketgpt.chat_template import TEMPLATE
+from pocketgpt.chat_template import PLAIN_TEMPLATE, TEMPLATE, valid_text
 from pocketgpt.errors import UserError
 from pocketgpt.files import write_json, write_text
 
@@ -23,10 +27,11 @@ CHUNK = re.compile(r"(?s).{1,1000}(?!\S)|.{1,1000}")
 
 
 class Tokenizer:
-    """A byte-level BPE vocabulary with three control tokens.
+    """A byte-level BPE vocabulary, its control tokens, and the template by which conversations are written in it.
 
     No text can become a control token: only code that means one inserts its id. `decode(encode(text)) == text` for
-    every text. Every newline is a token of its own, so text may be cut after any newline and encoded in parts.
+    every text; a vocabulary from elsewhere may lack a byte, which is an error, or normalise to NFC. In one of ours every
+    newline is a token of its own, so text may be cut after any newline and encoded in parts.
     """
 
     END_OF_TEXT = "<|endoftext|>"  # separates documents; pads batches
@@ -35,25 +40,56 @@ class Tokenizer:
     CONTROL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
     MIN_VOCAB_SIZE = len(CONTROL_TOKENS) + 256
 
-    eot_id, im_start_id, im_end_id = range(3)
+    eot_id: int  # stands between documents and before a text; pads batches
+    im_end_id: int  # ends a turn
 
-    def __init__(self, backend: tokenizers.Tokenizer, where: str = "tokenizer") -> None:
-        """Take over `backend`. Raises UserError, naming `where`, if it is not a vocabulary as described above."""
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        where: str = "tokenizer",
+        *,
+        template: str = TEMPLATE,
+        bos: str | None = None,
+        eos: str = IM_END,
+    ) -> None:
+        """Take over `backend`. template: Jinja, which is given the names of two control tokens, bos (if any) and eos.
+
+        Raises UserError, naming `where`, if it is not a vocabulary as described above.
+        """
         # The library forgets this in every copy, pickle and saved file; here each of these comes through __init__.
         backend.encode_special_tokens = True
         backend.no_truncation()
         backend.no_padding()
-        added = backend.get_added_tokens_decoder()
-        for token_id, token in enumerate(self.CONTROL_TOKENS):
-            if token_id not in added or added[token_id].content != token or not added[token_id].special:
-                raise UserError(f"{where}: control token {token} with id {token_id} is missing; train a new tokenizer")
         self._backend = backend
+        self.template, self.bos, self.eos = template, bos, eos
+        added = backend.get_added_tokens_decoder()
+        self.control = {token.content: token_id for token_id, token in added.items() if token.special}
+        for token in added.values():
+            if token.lstrip or token.rstrip or token.single_word:
+                raise UserError(f"{where}: token {token.content!r} swallows what stands beside it: not supported")
+        for name in self.CONTROL_TOKENS if template == TEMPLATE else filter(None, (eos, bos)):
+            if name not in self.control:
+                raise UserError(f"{where}: control token {name} is missing; name another, or train a new tokenizer")
+        self.im_end_id = self.control[eos]
+        first = next(name for name in (self.END_OF_TEXT, bos, eos) if name in self.control)
+        self.eot_id = self.control[first]
+        self.control_ids = frozenset(self.control.values())
+        longest_first = sorted(self.control, key=len, reverse=True)
+        self.control_pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
         vocab = backend.get_vocab()
         tokens = sorted(vocab, key=vocab.__getitem__)
+        plain = [i for i in range(len(tokens)) if i not in added]
         consecutive = [vocab[token] for token in tokens] == list(range(len(tokens)))
-        if not (consecutive and BYTE_OF.keys() <= vocab.keys() and set("".join(tokens)) <= BYTE_OF.keys()):
+        # Vocabularies of others lack bytes that are rare in text, SmolLM's 21 of them.
+        self._missing = [byte for char, byte in BYTE_OF.items() if char not in vocab]
+        latin = not any(0x20 <= byte < 0x7F for byte in self._missing)
+        if not (consecutive and latin and set("".join(tokens[i] for i in plain)) <= BYTE_OF.keys()):
             raise UserError(f"{where}: not a byte-level vocabulary with consecutive ids; train a new tokenizer")
-        self._bytes = [bytes(BYTE_OF[char] for char in token) for token in tokens]
+        self._bytes = [
+            added[i].content.encode() if i in added else bytes(BYTE_OF[char] for char in token)
+            for i, token in enumerate(tokens)
+        ]
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
@@ -88,13 +124,16 @@ class Tokenizer:
         return cls(backend)
 
     @classmethod
-    def from_json(cls, text: str, where: str = "tokenizer") -> "Tokenizer":
-        """The tokenizer whose tokenizer.json is `text`. Raises UserError, naming `where`, if it is not one of ours."""
+    def from_json(cls, text: str, where: str = "tokenizer", **roles: Any) -> "Tokenizer":
+        """The tokenizer whose tokenizer.json is `text`; roles: template, bos and eos where they are not ours.
+
+        Raises UserError, naming `where`, if it is no vocabulary that this class describes.
+        """
         try:
             backend = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises nothing narrower
             raise UserError(f"{where}: not a tokenizer.json ({error}); train a new tokenizer") from error
-        return cls(backend, where)
+        return cls(backend, where, **roles)
 
     def to_json(self) -> str:
         """The content of tokenizer.json: the same text for the same vocabulary."""
@@ -105,21 +144,22 @@ class Tokenizer:
         """SHA-256 of `to_json()`: ids cached on disk are stale if it is not the one they were made with."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
-    def __reduce__(self) -> tuple[Callable[[str], "Tokenizer"], tuple[str]]:
-        return Tokenizer.from_json, (self.to_json(),)
+    @property
+    def roles(self) -> dict[str, Any]:
+        """What tokenizer.json does not say: the keywords of `from_json`."""
+        return {"template": self.template, "bos": self.bos, "eos": self.eos}
+
+    def __reduce__(self) -> tuple[Callable[[], "Tokenizer"], tuple[()]]:
+        return partial(Tokenizer.from_json, self.to_json(), **self.roles), ()
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Read a tokenizer.json, or the one in a folder. Raises UserError naming the file."""
+        """Read a tokenizer.json, or a folder with the one and its tokenizer_config.json. Raises UserError naming the file."""
         path = Path(path)
-        file = path / "tokenizer.json" if path.is_dir() else path
-        try:
-            text = file.read_text(encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{file}: cannot be read ({error.strerror}); name another file or folder") from error
-        except UnicodeDecodeError as error:
-            raise UserError(f"{file}: not a tokenizer.json ({error}); name another file or folder") from error
-        return cls.from_json(text, str(file))
+        if not path.is_dir():
+            return cls.from_json(_read(path), str(path))
+        file = path / "tokenizer.json"
+        return cls.from_json(_read(file), str(file), **roles_in(path))
 
     def save(self, folder: str | Path, block_size: int) -> None:
         """Write tokenizer.json and tokenizer_config.json, from which `transformers.AutoTokenizer` loads the same.
@@ -130,15 +170,15 @@ class Tokenizer:
             # With this name AutoTokenizer takes tokenizer.json as it is. Without, it goes by the model type beside it
             # (qwen3) and puts that family's pre-tokenizer in the place of ours.
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": None,
-            "eos_token": self.IM_END,
-            "pad_token": self.END_OF_TEXT,
+            "bos_token": self.bos,
+            "eos_token": self.eos,
+            "pad_token": self.decode([self.eot_id]),
             "add_bos_token": False,
             "model_max_length": block_size,
             # The defaults of transformers 4 for these two break generation and the spaces before punctuation.
             "model_input_names": ["input_ids", "attention_mask"],
             "clean_up_tokenization_spaces": False,
-            "chat_template": TEMPLATE,
+            "chat_template": self.template,
         }
         folder = Path(folder)
         write_text(folder / "tokenizer.json", self.to_json())
@@ -150,12 +190,19 @@ class Tokenizer:
         return len(self._bytes)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, never a control id. Raises UserError if it holds a lone surrogate, which is no text."""
+        """The ids of `text`, never a control id. Raises UserError if it holds a lone surrogate, which is no text, or a byte
+        that a vocabulary from elsewhere lacks."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` for many texts at once, on all processors (in a forked process, as `map` starts them, on one)."""
-        batch = [_valid(text) for text in texts]
+        batch = [valid_text(text) for text in texts]
+        if self._missing:
+            for text in batch:
+                if lost := set(self._missing).intersection(text.encode()):
+                    raise UserError(
+                        f"the vocabulary has no token for byte 0x{min(lost):02x}, which the text holds: remove it"
+                    )
         return [encoding.ids for encoding in self._backend.encode_batch_fast(batch, add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -171,8 +218,52 @@ class Tokenizer:
     def byte_lengths(self) -> np.ndarray:
         """Bytes of text per token, (vocab_size,) int32, for bits per byte. 0 for control tokens: they are no text."""
         lengths = np.array([len(raw) for raw in self._bytes], dtype=np.int32)
-        lengths[: len(self.CONTROL_TOKENS)] = 0
+        lengths[list(self.control_ids)] = 0
         return lengths
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror}); name another file or folder") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not a tokenizer.json ({error}); name another file or folder") from error
+
+
+def roles_in(folder: Path) -> dict[str, Any]:
+    """What a model folder says of its tokenizer beside tokenizer.json: template, bos and eos; {} if it says nothing.
+
+    The template is in chat_template.jinja (transformers from 4.56 on), or in tokenizer_config.json. A model that has none
+    was never shown a conversation: PLAIN_TEMPLATE is put in its place, which needs nothing but its eos.
+    """
+    file = folder / "tokenizer_config.json"
+    if not file.exists():
+        return {}
+    try:
+        raw = json.loads(_read(file))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not readable as JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{file}: not a JSON object")
+    bos, eos = (_content(raw.get(key)) for key in ("bos_token", "eos_token"))
+    if eos is None:
+        raise UserError(f"{file}: no eos_token in it, so nothing says where an answer ends")
+    template = raw.get("chat_template")
+    if (separate := folder / "chat_template.jinja").exists():
+        template = _read(separate)
+    if isinstance(template, list):  # several by name, of transformers 4.38
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    if template is not None and not isinstance(template, str):
+        raise UserError(f"{file}: its chat_template is no text")
+    return {"template": template or PLAIN_TEMPLATE, "bos": bos, "eos": eos}
+
+
+def _content(token: Any) -> str | None:
+    """The name of a control token, which tokenizer_config.json gives plain or among its flags."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -188,19 +279,7 @@ def _byte_alphabet() -> dict[str, int]:
 BYTE_OF = _byte_alphabet()
 
 
-def _valid(text: str) -> str:
-    """Give `text` back if it has a UTF-8 form. JSON can smuggle in halves of surrogate pairs, which have none."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        before = text[max(0, error.start - 20) : error.start]
-        raise UserError(
-            f"text holds half a surrogate pair, {text[error.start]!r} after {before!r}: remove it"
-        ) from None
-    return text
-
-
 def _chunks(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
-        for match in CHUNK.finditer(_valid(text)):
+        for match in CHUNK.finditer(valid_text(text)):
             yield match.group()

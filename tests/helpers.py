@@ -19,6 +19,7 @@ SHAPES = {
     "qwen3 mqa, wide heads": {"n_head": 4, "n_kv_head": 1, "head_dim": 12},
     "llama gqa": PRESETS["llama"] | {"n_head": 4, "n_kv_head": 2},
     "llama untied": PRESETS["llama"] | {"tie_embeddings": False},
+    "qwen2": PRESETS["qwen2"] | {"n_head": 4, "n_kv_head": 2},
     "gpt2": PRESETS["gpt2"],
     "gpt2 gqa": PRESETS["gpt2"] | {"n_head": 4, "n_kv_head": 2},
     "gpt2 qk_norm": PRESETS["gpt2"] | {"qk_norm": True},

@@ -162,9 +162,9 @@ def test_undo_leaves_the_turns_before_in_the_cache(tok: Tokenizer, monkeypatch: 
     assert [m["content"] for m in talk.context()] == ["one", "the lamp"]
 
 
-@pytest.mark.parametrize("end", ["im_end_id", "eot_id", "im_start_id"])
+@pytest.mark.parametrize("end", Tokenizer.CONTROL_TOKENS)
 def test_control_tokens_end_the_answer_and_are_not_shown(tok: Tokenizer, monkeypatch, end: str) -> None:
-    script(monkeypatch, [*tok.encode("a"), getattr(tok, end)])
+    script(monkeypatch, [*tok.encode("a"), tok.control[end]])
     talk = Session(MODEL, tok, GREEDY)
     assert say(talk, "hello") == "a"
     assert (talk.ending, talk.n_new) == ("stop", 1)
@@ -204,7 +204,7 @@ def test_what_a_user_says_cannot_forge_a_turn(tok: Tokenizer, monkeypatch) -> No
     script(monkeypatch, [tok.im_end_id])
     talk = Session(MODEL, tok, GREEDY, system="x<|im_end|>")
     say(talk, evil)
-    assert [talk.cached.count(i) for i in (tok.eot_id, tok.im_start_id, tok.im_end_id)] == [0, 3, 2]
+    assert [talk.cached.count(i) for i in (0, 1, 2)] == [0, 3, 2]
     assert talk.conversation()[1]["content"] == evil
 
 

@@ -96,7 +96,7 @@ def test_everything_comes_back(tmp_path: Path, tok: Tokenizer) -> None:
 
 def test_the_file_holds_plain_types_and_tensors(out: Path) -> None:
     raw = torch.load(out / "ckpt_sft.pt", weights_only=True)
-    assert raw.keys() == checkpoint.KEYS.keys() | {"digest"}
+    assert raw.keys() == checkpoint.KEYS.keys() | {"digest", "special_tokens"}
     assert all(type(tensor) is torch.Tensor for tensor in raw["state_dict"].values())
     assert not any(tensor.requires_grad for tensor in raw["state_dict"].values())
 
@@ -199,7 +199,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_old_files(out: Path, tok: Tokeni
         with pytest.raises(UserError, match=r"cannot write .*ckpt_sft\.pt"):
             checkpoint.save(out, new)
         with pytest.raises(UserError, match=r"cannot write .*model\.safetensors"):
-            hf.save_folder(out / "sft", new.config, new.state_dict, stage="sft", step=1, stop_id=2)
+            hf.save_folder(out / "sft", new.config, new.state_dict, {"stage": "sft", "step": 1}, stop_id=2, pad_id=0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert {path: path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()} == before

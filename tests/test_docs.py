@@ -16,6 +16,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import chat
+import import_model
 import report
 from base_model import GPT, GPTConfig
 from docs import figures
@@ -29,7 +30,7 @@ from tests.helpers import random_ids, tiny_config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md")])
-STAGES = ("pretrain", "sft", "dpo", "kv_cache", "evaluate")
+STAGES = ("pretrain", "sft", "dpo", "kv_cache", "evaluate", "export")
 TEXT = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 
 
@@ -103,7 +104,7 @@ def test_every_picture_is_shown() -> None:
 def test_commands_exist(command: list[str]) -> None:
     program, *arguments = command
     if program == "make":
-        targets = re.findall(r"^([a-z_]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+        targets = re.findall(r"^([a-z0-9_]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
         assert all("=" in argument or argument in targets for argument in arguments)
         for extra in (argument.removeprefix("ARGS=") for argument in arguments if argument.startswith("ARGS=")):
             stage = next(argument for argument in arguments if argument in targets)
@@ -113,7 +114,9 @@ def test_commands_exist(command: list[str]) -> None:
     else:
         script, *rest = arguments
         assert (ROOT / script).exists()
-        if script == "chat.py" and "--help" not in rest:
+        if script == "import_model.py":
+            assert import_model.parse([word for word in rest if word[0] != "["][:1]).source
+        elif script == "chat.py" and "--help" not in rest:
             assert isinstance(chat.parse(rest), argparse.Namespace)
         elif script == "report.py":
             assert report.parse(rest).runs

@@ -28,6 +28,8 @@ THEIRS = {
     "llama mha": ("LlamaForCausalLM", PRESETS["llama"] | {"n_kv_head": 4}),
     "llama gqa": ("LlamaForCausalLM", PRESETS["llama"] | {"rope_theta": 300.0, "norm_eps": 1e-3}),
     "llama untied, wide heads": ("LlamaForCausalLM", PRESETS["llama"] | {"tie_embeddings": False, "head_dim": 12}),
+    "qwen2": ("Qwen2ForCausalLM", PRESETS["qwen2"]),
+    "qwen2 untied": ("Qwen2ForCausalLM", PRESETS["qwen2"] | {"tie_embeddings": False, "n_inner": 72}),
     "qwen3 gqa": ("Qwen3ForCausalLM", PRESETS["qwen3"]),
     "qwen3 mqa, untied": ("Qwen3ForCausalLM", PRESETS["qwen3"] | {"n_kv_head": 1, "tie_embeddings": False}),
     "qwen3 wide heads": ("Qwen3ForCausalLM", PRESETS["qwen3"] | {"head_dim": 20, "rope_theta": 1e6}),
@@ -196,6 +198,32 @@ def test_a_folder_in_half_precision_is_read_as_float32(tmp_path: Path, tok: Toke
     assert torch.equal(GPT.from_checkpoint(folder).embed.weight, model.embed.weight.bfloat16().float())
 
 
+@torch.no_grad()
+def test_a_folder_in_shards_opens_here(tmp_path: Path, tok: Tokenizer) -> None:
+    config = hf.config_to_hf(GPTConfig(**SIZES | PRESETS["llama"]).to_dict())
+    theirs = randomise(transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config)))
+    theirs.save_pretrained(tmp_path, max_shard_size="30KB")
+    tok.save(tmp_path, SIZES["block_size"])
+    parts = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(parts) > 2
+    ids = random_ids(2, 30, high=VOCAB_OF_TOK)
+    assert max_diff(GPT.from_checkpoint(tmp_path)(ids), theirs(ids).logits) < 1e-4
+    parts[1].unlink()
+    with pytest.raises(UserError, match=f"no {parts[1].name} in it; the folder is incomplete"):
+        GPT.from_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "index", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}', '{"weight_map": {"a": "../x.safetensors"}}', '{"weight_map": {"a": 1}}']
+)  # fmt: skip
+def test_a_bad_index_of_shards_is_one_line(index: str, tmp_path: Path, tok: Tokenizer) -> None:
+    folder = saved(tmp_path, tiny(vocab_size=400), tok)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(UserError, match=r"model.safetensors.index.json: (not a readable|names files)"):
+        checkpoint.load(folder)
+
+
 def test_gpt2_files_of_old_have_no_prefix_and_carry_their_masks(tmp_path: Path, tok: Tokenizer) -> None:
     model = randomise(GPT(GPTConfig(**SIZES | PRESETS["gpt2"] | {"n_kv_head": 4})))
     folder = saved(tmp_path, model, tok)
@@ -211,6 +239,7 @@ def test_gpt2_files_of_old_have_no_prefix_and_carry_their_masks(tmp_path: Path, 
 
 # Foreign configs: what we do not have is refused, never read as something else.
 QWEN: dict[str, Any] = hf.config_to_hf(tiny().config.to_dict())
+QWEN2: dict[str, Any] = hf.config_to_hf(tiny(**PRESETS["qwen2"]).config.to_dict())
 LLAMA: dict[str, Any] = hf.config_to_hf(tiny(**PRESETS["llama"]).config.to_dict())
 GPT2: dict[str, Any] = hf.config_to_hf(tiny(**PRESETS["gpt2"]).config.to_dict())
 WHERE = Path("folder/config.json")
@@ -227,6 +256,12 @@ WHERE = Path("folder/config.json")
         (LLAMA, {"mlp_bias": True}),
         (QWEN, {"use_sliding_window": True}),
         (QWEN, {"hidden_act": "relu"}),
+        (QWEN, {"layer_types": ["full_attention", "sliding_attention"]}),
+        (QWEN2, {"use_sliding_window": True}),
+        (QWEN2, {"use_mrope": True}),
+        (LLAMA, {"quantization_config": {"bits": 4}}),
+        (LLAMA, {"partial_rotary_factor": 0.5}),
+        (GPT2, {"add_cross_attention": True}),
         (GPT2, {"activation_function": "relu"}),
         (GPT2, {"tie_word_embeddings": False}),
         (GPT2, {"scale_attn_by_inverse_layer_idx": True}),
@@ -265,7 +300,7 @@ def test_features_that_are_off_are_fine() -> None:
     assert hf.config_from_hf(silent, WHERE)["tie_embeddings"] is False
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "gpt2", "pocketgpt"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "gpt2", "pocketgpt"])
 @pytest.mark.parametrize("value", [None, "x", -1, 0, 2.5, [], {"a": 1}, True, 10**9], ids=repr)
 def test_a_config_with_any_wrong_entry_is_one_error_line_or_a_model(
     kind: str, value: object, tmp_path: Path, tok: Tokenizer
