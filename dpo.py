@@ -330,6 +330,10 @@ def main() -> None:
         raise UserError(
             "train.compile=true: pairs come in many lengths, each of which would be compiled; leave it false"
         )
+    if cfg.train.branch:
+        raise UserError(
+            f"train.resume={cfg.train.resume}: control and DPO cannot both branch from it; choose true or false"
+        )
     cfg.data.check(("onpolicy", "mine", "hub"))
     out = Path(cfg.out)
     loaded = checkpoint.load(cfg.checkpoint or out / "ckpt_sft.pt")

@@ -1,5 +1,6 @@
 """The shared loop: accumulation, the clock, resuming, skipping, and what it writes."""
 
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -211,7 +212,7 @@ def test_running_out_of_memory_says_what_to_lower(tmp_path: Path) -> None:
 
 
 def test_resume_knows_three_words(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="train.resume is 'yes': choose false, true or force"):
+    with pytest.raises(UserError, match="train.resume is 'yes': choose false, true, force, or a file stable_"):
         settings(resume="yes").check()
     for word in (False, True, "force"):
         settings(resume=word).check()
@@ -264,3 +265,95 @@ def test_bad_settings_are_named(tmp_path: Path, changes: dict[str, Any], message
     model = Line()
     with pytest.raises(UserError, match=message):
         run(tmp_path, model, line_stage(model, 8), settings(**changes))
+
+
+def rates(folder: Path) -> list[float]:
+    return [row["lr"] for row in read_jsonl(folder / "metrics_toy.jsonl") if row["kind"] == "train"]
+
+
+def test_a_warm_up_in_steps_does_not_depend_on_the_horizon(tmp_path: Path) -> None:
+    for steps in (6, 12):
+        model = Line()
+        run(tmp_path / str(steps), model, line_stage(model, 8), settings(steps=steps, warmup=4, decay=1 / 3))
+    short, long = rates(tmp_path / "6"), rates(tmp_path / "12")
+    assert short == pytest.approx([0.1 * x for x in (0.125, 0.375, 0.625, 0.875, 0.75, 0.25)])
+    assert long[:4] == short[:4] and long[4:8] == [0.1] * 4 and long[-1] == pytest.approx(0.1 * 0.125)
+    assert max(rates(tmp_path / "6")) < 0.1  # a decay that begins within the warm-up: the lower of the two
+
+
+@pytest.mark.parametrize("how", ["stopped", "ended", "decayed"])
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+def test_a_branch_of_the_stable_phase_is_the_run_that_had_its_horizon_from_the_beginning(
+    tmp_path: Path, how: str, shape: str
+) -> None:
+    """One trunk that was interrupted in its stable phase, one that ended without a decay, and one that went on to decay."""
+    horizon = settings(steps=14, warmup=2, decay=0.25, decay_shape=shape)
+    whole, trunk, branch = Line(0.5), Line(0.5), Line(0.5)
+    run(tmp_path / "whole", whole, line_stage(whole, 4), horizon)
+    stage, source = line_stage(trunk, 4), "resume_toy.pt"
+    if how == "stopped":
+        good = stage.batches
+
+        def interrupted(step: int) -> list[Batch]:
+            if step == 7:
+                signal.raise_signal(signal.SIGINT)
+            return good(step)
+
+        stage.batches = interrupted
+        with pytest.raises(SystemExit):
+            run(tmp_path / "trunk", trunk, stage, settings(steps=1000, warmup=2))
+    elif how == "ended":
+        run(tmp_path / "trunk", trunk, stage, settings(steps=8, warmup=2))
+    else:
+        run(tmp_path / "trunk", trunk, stage, settings(steps=10, warmup=2, decay=0.2))
+        source = "stable_toy.pt"
+    saved = torch.load(tmp_path / "trunk" / source, weights_only=True)
+    assert (saved["state"]["step"], saved["state"]["scale"]) == (8, 1.0)
+    before = (tmp_path / "trunk" / source).read_bytes()
+    horizon.resume = str(tmp_path / "trunk" / source)
+    run(tmp_path / "branch", branch, line_stage(branch, 4), horizon)
+    assert torch.equal(branch.w, whole.w) and not torch.equal(branch.w, saved["model"]["w"])
+    assert rates(tmp_path / "trunk")[:8] + rates(tmp_path / "branch") == rates(tmp_path / "whole")
+    assert (tmp_path / "trunk" / source).read_bytes() == before  # from which more can branch
+    ends = [torch.load(tmp_path / side / "resume_toy.pt", weights_only=True) for side in ("whole", "branch")]
+    assert ends[0]["model"]["w"] == ends[1]["model"]["w"]
+    moments = [end["optimizer"][0]["state"][0]["exp_avg_sq"] for end in ends]
+    assert torch.equal(*moments)
+
+
+def test_what_cannot_be_branched_is_named(tmp_path: Path) -> None:
+    model = Line()
+    stage = line_stage(model, 8)
+    stage.made_from = {"train": {"lr": 0.1, "steps": 10, "decay": 0.4}}
+    run(tmp_path, model, stage, settings(steps=10, warmup=2, decay=0.4))
+
+    def branch(name: str, made_from: dict[str, Any] | None = None, **changes: Any) -> None:
+        again = line_stage(model, 8)
+        again.made_from = {"train": {"lr": 0.1, "steps": 20, "decay": 0.1} | (made_from or {})}
+        run(tmp_path / "b", model, again, settings(**{"warmup": 2, "resume": str(tmp_path / name), **changes}))
+
+    with pytest.raises(UserError, match="resume_toy.pt: step 10 was in the warm-up or the decay: branch from stable_"):
+        branch("resume_toy.pt", steps=20, decay=0.1)
+    with pytest.raises(UserError, match="at step 6, after 0.0 minutes, this run would be in its warm-up or its decay"):
+        branch("stable_toy.pt", steps=8, decay=0.5)
+    with pytest.raises(UserError, match="at step 6, .* would be in its warm-up"):
+        branch("stable_toy.pt", steps=20, warmup=9)
+    with pytest.raises(UserError, match="another run than this one: train.lr was 0.1, is 0.2"):
+        branch("stable_toy.pt", {"lr": 0.2}, steps=20, decay=0.1)
+    branch("stable_toy.pt", steps=12, decay=0.5)  # whose stable phase ends with this very step
+    assert rates(tmp_path / "b")[0] < 0.1
+
+
+def test_a_new_run_leaves_no_stable_point_of_an_older_one(tmp_path: Path) -> None:
+    model = Line()
+    run(tmp_path, model, line_stage(model, 8), settings(steps=10, decay=0.4))
+    assert (tmp_path / "stable_toy.pt").exists()
+    run(tmp_path, model, line_stage(model, 8), settings(steps=10, decay=1.0))  # has no stable phase
+    assert not (tmp_path / "stable_toy.pt").exists()
+
+
+def test_the_usual_cosine_schedule_is_a_decay_of_all_that_is_left(tmp_path: Path) -> None:
+    model = Line()
+    run(tmp_path, model, line_stage(model, 8), settings(steps=10, warmup=0.2, decay=0.8, decay_shape="cosine"))
+    by_hand = [0.25, 0.75, *(0.5 + 0.5 * math.cos(math.pi * (step + 0.5) / 8) for step in range(8))]
+    assert rates(tmp_path) == pytest.approx([0.1 * x for x in by_hand])
