@@ -304,6 +304,7 @@ def test_a_branch_of_the_stable_phase_is_the_run_that_had_its_horizon_from_the_b
             run(tmp_path / "trunk", trunk, stage, settings(steps=1000, warmup=2))
     elif how == "ended":
         run(tmp_path / "trunk", trunk, stage, settings(steps=8, warmup=2))
+        assert not (tmp_path / "trunk" / "stable_toy.pt").exists()  # where there is no decay the resume file is it
     else:
         run(tmp_path / "trunk", trunk, stage, settings(steps=10, warmup=2, decay=0.2))
         source = "stable_toy.pt"
