@@ -344,6 +344,7 @@ def main() -> None:
     device = machine.pick_device(cfg.device)
     dtype, why = machine.pick_dtype(cfg.train.dtype, device)
     model = GPT.from_loaded(loaded, device)
+    model.recompute = cfg.train.recompute
     cached = CachedGPT.sharing(model)
     log = RunLog(out, "dpo", config.plain(cfg), cfg.log, cfg.train.resume)
     log.say(f"{machine.describe(device)}; {why}")

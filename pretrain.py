@@ -31,7 +31,7 @@ from pocketgpt.loss import linear_cross_entropy
 from pocketgpt.metrics import RunLog
 from pocketgpt.optim import OptimConfig
 from pocketgpt.token_files import Windows
-from pocketgpt.trainer import Batch, Stage, TrainConfig, train
+from pocketgpt.trainer import Batch, Stage, TrainConfig, compiled, train
 
 
 @dataclass
@@ -122,7 +122,8 @@ def main() -> None:
             for part in rows.split(cfg.train.micro_batch_size)
         ]
 
-    hidden_states = torch.compile(model.hidden_states, dynamic=False) if cfg.train.compile else model.hidden_states
+    model.recompute = cfg.train.recompute
+    hidden_states = compiled(model.hidden_states, cfg.train, device, log)
 
     def loss(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         x, y = batch.inputs

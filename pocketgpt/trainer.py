@@ -10,18 +10,22 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pocketgpt import checkpoint, optim
+from pocketgpt import checkpoint, kernels, optim
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError, is_out_of_memory
 from pocketgpt.metrics import RunLog
 
+# Minutes. Compiling took 51 s and made a step 1.15 times as fast (docs/LOG.md), which is even after 7 of them.
+COMPILE_PAYS_AFTER = 15
 PATIENCE_WITH_NAN = 10  # steps in a row with a non-finite loss or gradient before the run gives up
+Network = Callable[..., Tensor]
 # Keys that a resumed run may change: where things lie (the data itself is compared by its digest), and who is told.
 FREE = ("out", "cache", "checkpoint", "log", "data.path", "train.resume")
 # Keys that a branch may change as well: when it ends, and how.
@@ -45,8 +49,9 @@ class TrainConfig:
     log_every: int
     seed: int
     dtype: str
-    compile: bool
+    compile: bool | str
     resume: bool | str
+    recompute: bool = False
 
     def check(self) -> None:
         """Raises UserError on values that make no run."""
@@ -70,6 +75,8 @@ class TrainConfig:
             )
         if self.decay_shape not in ("linear", "cosine"):
             raise UserError(f"train.decay_shape is {self.decay_shape!r}: choose linear or cosine")
+        if self.compile not in (False, True, "auto"):
+            raise UserError(f"train.compile is {self.compile!r}: choose false, true or auto")
         if self.branch is not None and not self.branch.is_file():
             raise UserError(
                 f"train.resume is {self.resume!r}: choose false, true, force, or a file stable_*.pt or resume_*.pt"
@@ -290,6 +297,52 @@ def train(
     model.eval()
     save_resume(resume_path, model, optimizer, stage, state)
     return Result(state.step, state.last_metrics, all_tokens / all_timed if all_timed else 0.0)
+
+
+def pick_compile(config: TrainConfig, device: torch.device) -> tuple[bool, str]:
+    """Whether to compile the network for training, and why, in words.
+
+    `auto` does so where a compiler is, for runs by the clock that are long enough to pay for it. A run of fixed steps stays as
+    it is, so that the same settings give the same bits with and without a compiler.
+    """
+    if not config.compile:
+        return False, "not compiled, as asked"
+    if device.type == "cpu" and kernels.compiler() is None:
+        return False, "not compiled: no C++ compiler found (g++ or clang++)"
+    if device.type != "cpu" and find_spec("triton") is None:
+        return False, f"not compiled: no Triton, which makes the code for {device.type}"
+    if config.compile is True:
+        return True, "compiled, as asked: the first step takes up to some minutes"
+    if config.steps:
+        return (
+            False,
+            "not compiled: train.steps is set, and fixed steps give the same bits everywhere; train.compile=true does it",
+        )
+    if config.minutes < COMPILE_PAYS_AFTER:
+        return False, f"not compiled: {config.minutes:g} minutes would not pay for it, {COMPILE_PAYS_AFTER} would"
+    return True, f"compiled, as {config.minutes:g} minutes pay for it: the first step takes up to some minutes"
+
+
+def compiled(network: Network, config: TrainConfig, device: torch.device, log: RunLog) -> Network:
+    """The network as `pick_compile` decides, which is printed; and as it was, with a line, if compiling fails."""
+    wanted, why = pick_compile(config, device)
+    log.say(why)
+    if not wanted:
+        return network
+    from torch._dynamo.exc import TorchDynamoException  # only here: it starts slowly
+
+    fast = torch.compile(network, dynamic=False)
+
+    def call(*inputs: Any) -> Tensor:
+        nonlocal fast
+        try:
+            return fast(*inputs)
+        except TorchDynamoException as error:
+            log.say(f"torch.compile failed ({checkpoint.first_line(error)}): not compiled from here on")
+            fast = network
+            return network(*inputs)
+
+    return call
 
 
 def autocast_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import random_ids, tiny
 from torch import nn
 
-from pocketgpt import optim, trainer
+from base_model import GPT
+from pocketgpt import kernels, optim, trainer
 from pocketgpt.errors import UserError
+from pocketgpt.loss import linear_cross_entropy
 from pocketgpt.metrics import RunLog, read_jsonl
 from pocketgpt.trainer import Batch, Stage, TrainConfig, train
 
@@ -259,6 +262,7 @@ def test_monitored_runs_keep_their_best_weights(tmp_path: Path) -> None:
         ({"lr": 0.0}, "train.lr is 0"),
         ({"warmup": 0.6, "decay": 0.6}, "shares of one run"),
         ({"decay_shape": "step"}, "linear or cosine"),
+        ({"compile": "yes"}, "train.compile is 'yes': choose false, true or auto"),
     ],
 )
 def test_bad_settings_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -358,3 +362,99 @@ def test_the_usual_cosine_schedule_is_a_decay_of_all_that_is_left(tmp_path: Path
     run(tmp_path, model, line_stage(model, 8), settings(steps=10, warmup=0.2, decay=0.8, decay_shape="cosine"))
     by_hand = [0.25, 0.75, *(0.5 + 0.5 * math.cos(math.pi * (step + 0.5) / 8) for step in range(8))]
     assert rates(tmp_path) == pytest.approx([0.1 * x for x in by_hand])
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("asked", "compiler", "wanted", "why"),
+    [
+        ({"compile": False}, True, False, "as asked"),
+        ({"compile": True}, True, True, "compiled, as asked"),
+        ({"compile": True}, False, False, "no C++ compiler found"),
+        ({"compile": "auto", "steps": 0, "minutes": 60.0}, False, False, "no C++ compiler found"),
+        ({"compile": "auto", "steps": 0, "minutes": 60.0}, True, True, "60 minutes pay for it"),
+        ({"compile": "auto", "steps": 0, "minutes": 15.0}, True, True, "15 minutes pay for it"),
+        ({"compile": "auto", "steps": 0, "minutes": 14.9}, True, False, "14.9 minutes would not pay for it, 15 would"),
+        ({"compile": "auto", "steps": 10**6, "minutes": 0.0}, True, False, "train.steps is set"),
+        ({"compile": "auto", "steps": 10**6, "minutes": 60.0}, True, False, "train.steps is set"),
+    ],
+)  # fmt: skip
+def test_when_a_run_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], compiler: bool, wanted: bool, why: str
+) -> None:
+    monkeypatch.setattr(kernels, "compiler", lambda: "/usr/bin/g++" if compiler else None)
+    found, said = trainer.pick_compile(settings(**asked), CPU)
+    assert found == wanted and why in said
+
+
+def test_a_gpu_is_compiled_for_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "compiler", lambda: None)
+    for there in (True, False):
+        monkeypatch.setattr(
+            trainer, "find_spec", lambda name, there=there: object() if there and name == "triton" else None
+        )
+        found, said = trainer.pick_compile(settings(compile=True), torch.device("cuda"))
+        assert found == there and ("no Triton" in said) != there
+
+
+def test_compiling_that_fails_is_said_once_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    tries = []
+
+    def broken(network: Any, **_: Any) -> Any:
+        def fail(*_: Any) -> None:
+            tries.append(1)
+            raise BackendCompilerFailed(network, RuntimeError("the linker is missing"), None)
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setattr(kernels, "compiler", lambda: "/usr/bin/g++")
+    network = trainer.compiled(lambda x: 2 * x, settings(compile=True), CPU, RunLog(tmp_path, "toy", {}))
+    assert [float(network(torch.tensor(x))) for x in (1.0, 2.0, 3.0)] == [2.0, 4.0, 6.0]
+    said = capsys.readouterr().out
+    assert len(tries) == 1 and said.count("torch.compile failed") == 1 and "not compiled from here on" in said
+    plain = lambda x: x  # noqa: E731
+    assert trainer.compiled(plain, settings(), CPU, RunLog(tmp_path, "toy", {})) is plain
+
+
+def test_a_compiled_run_has_the_losses_of_the_plain_one_and_resumes_bit_by_bit(tmp_path: Path) -> None:
+    """A network of one small block, float32, with accumulation; the resumed run starts where the other was at step 3."""
+    if kernels.compiler() is None:
+        pytest.skip("no compiler")
+
+    def train_gpt(out: str, steps: int, **changes: Any) -> tuple[GPT, list[float]]:
+        model = tiny(n_layer=1, mlp="gelu", qk_norm=False).train()
+        config = settings(lr=0.01, log_every=1, **{"steps": steps, "decay": 0.0, **changes})
+        log = RunLog(tmp_path / out, "toy", {}, resume=config.resume)
+        network = trainer.compiled(model.hidden_states, config, CPU, log)
+
+        def batches(step: int) -> list[Batch]:
+            return [Batch((part[:, :-1], part[:, 1:]), 2 * 16, 32) for part in random_ids(4, 17, seed=step).split(2)]
+
+        def loss(batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            x, y = batch.inputs
+            return linear_cross_entropy(network(x), model.lm_head.weight, y, torch.float32), {}
+
+        stage = Stage("toy", batches, loss, lambda: {"w": 0.0}, lambda: "", 1.0)
+        train(model, stage, config, ADAMW, tmp_path / out, log)
+        return model, [
+            row["loss"] for row in read_jsonl(tmp_path / out / "metrics_toy.jsonl") if row["kind"] == "train"
+        ]
+
+    _, losses = train_gpt("plain", 6)
+    fast, same_losses = train_gpt("fast", 6, compile=True)
+    assert same_losses == pytest.approx(losses, rel=1e-3) and losses[-1] != losses[0]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1  # it was compiled
+    (tmp_path / "fast" / "resume_toy.previous.pt").replace(tmp_path / "fast" / "resume_toy.pt")
+    again, all_losses = train_gpt("fast", 6, compile=True, resume=True)
+    assert all_losses == same_losses
+    for (name, a), b in zip(again.named_parameters(), fast.parameters(), strict=True):
+        assert torch.equal(a, b), name
