@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as computed_again
 
 from pocketgpt import checkpoint, kernels, sampling
 from pocketgpt.errors import UserError
@@ -278,6 +279,7 @@ class GPT(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    recompute = False  # gradient checkpointing (Chen et al. 2016): in training, keep only the input of every block
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -339,7 +341,9 @@ class GPT(nn.Module):
                 rope = (rope[0].unsqueeze(1), rope[1].unsqueeze(1))
         x = self.drop(x)
         for layer, block in enumerate(self.blocks):
-            x = block(x, rope, mask, keep[layer] if keep is not None else None)
+            inputs = (x, rope, mask, keep[layer] if keep is not None else None)
+            recompute = self.recompute and torch.is_grad_enabled()
+            x = computed_again(block, *inputs, use_reentrant=False) if recompute else block(*inputs)
         return self.norm(x)
 
     def forward(self, idx: Tensor) -> Any:  # a subclass returns its cache as well

@@ -2,12 +2,12 @@
 
     python dpo.py                                        # pairs sampled from the SFT model, judged by the checkers
     python dpo.py data=mine data.path=pairs.jsonl train.minutes=10
-    python dpo.py dpo.beta=0.5 dpo.label_smoothing=0.1
+    python dpo.py dpo.loss=simpo dpo.beta=2.5            # another of the losses in `preference_loss`
 
-Direct preference optimization (Rafailov et al. 2023) on summed answer log-probabilities. The reference's log-probabilities
-are computed once before training, so one model is in memory; dropout is off. Beside it always runs a control, plain
-fine-tuning on the chosen answers, because on checkable tasks it is hard to beat. Writes ckpt_dpo.pt, the folder dpo/, the
-same for `control`, pairs_*.jsonl, metrics_*.jsonl and plot_*.png.
+Direct preference optimization (Rafailov et al. 2023) on summed answer log-probabilities, and its relatives. The reference's
+log-probabilities are computed once before training, so one model is in memory; dropout is off. Beside it always runs a
+control, plain fine-tuning on the chosen answers, because on checkable tasks it is hard to beat. Writes ckpt_dpo.pt, the
+folder dpo/, the same for `control`, pairs_*.jsonl, metrics_*.jsonl and plot_*.png.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from base_model import GPT
@@ -30,7 +32,7 @@ from pocketgpt import chat_template, checkpoint, config, evaluation, report, sha
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError, run
 from pocketgpt.files import write_text
-from pocketgpt.loss import IGNORE, dpo_loss
+from pocketgpt.loss import IGNORE
 from pocketgpt.metrics import RunLog, console
 from pocketgpt.mixture import Mixture
 from pocketgpt.optim import OptimConfig
@@ -39,30 +41,62 @@ from pocketgpt.sampling import Settings
 from pocketgpt.tokenizer import Tokenizer
 from pocketgpt.trainer import Batch, Stage, TrainConfig, train
 
+POOL = 8  # batches within which pairs are sorted by length
+
 Conversation = list[chat_template.Message]
 Loss = Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]
+
+
+# The numbers of each loss and what they are unless set: docs/dpo.md says where they come from.
+NUMBERS: dict[str, dict[str, float]] = {
+    "sigmoid": {"beta": 0.3, "label_smoothing": 0.0, "chosen_nll": 0.5},
+    "cdpo": {"beta": 0.3, "label_smoothing": 0.1, "chosen_nll": 0.5},
+    "ipo": {"beta": 0.1, "chosen_nll": 0.0},
+    "hinge": {"beta": 0.3, "chosen_nll": 0.0},
+    "simpo": {"beta": 2.0, "gamma": 1.0, "chosen_nll": 0.0},
+    "orpo": {"beta": 0.1, "chosen_nll": 1.0},
+}
+REFERENCE_FREE = ("simpo", "orpo")
 
 
 @dataclass
 class DPOConfig:
     """See configs/dpo.yaml for units and meaning."""
 
-    beta: float
-    label_smoothing: float
-    chosen_nll: float
+    loss: str
+    beta: float | None
+    label_smoothing: float | None
+    gamma: float | None
+    chosen_nll: float | None
     families: list[str]
     samples: int
     temperature: float
     control_lr: float
 
     def check(self) -> None:
-        """Raises UserError on values outside their ranges."""
-        if not (0 < self.beta < math.inf and 0 <= self.label_smoothing < 0.5 and 0 <= self.chosen_nll < math.inf):
-            raise UserError(
-                "dpo.beta must be above 0, dpo.label_smoothing from 0 to below 0.5, dpo.chosen_nll 0 or above"
-            )
+        """Raises UserError on values outside their ranges, and on a number that the loss does not have."""
+        numbers = self.numbers()
+        for key, least, below in (
+            ("beta", 1e-9, math.inf),
+            ("label_smoothing", 0, 0.5),
+            ("gamma", 0, math.inf),
+            ("chosen_nll", 0, math.inf),
+        ):
+            if not least <= numbers.get(key, least) < below:
+                raise UserError(f"dpo.{key} is {numbers[key]}: it must be at least {least} and below {below}")
         if not (self.samples >= 2 and 0 < self.temperature < math.inf and 0 < self.control_lr < math.inf):
             raise UserError("dpo.samples must be at least 2, dpo.temperature and dpo.control_lr above 0")
+
+    def numbers(self) -> dict[str, float]:
+        """The numbers of the loss: those that are set, and its own."""
+        if self.loss not in NUMBERS:
+            raise UserError(f"dpo.loss is {self.loss!r}: choose {', '.join(NUMBERS)}")
+        own = NUMBERS[self.loss]
+        asked = {key: getattr(self, key) for key in ("beta", "label_smoothing", "gamma", "chosen_nll")}
+        asked = {key: value for key, value in asked.items() if value is not None}
+        if surplus := asked.keys() - own.keys():
+            raise UserError(f"dpo.loss={self.loss} has no {sorted(surplus)[0]}: leave it null, or choose another loss")
+        return own | asked
 
 
 @dataclass
@@ -87,6 +121,57 @@ class Pair:
     chosen: str
     rejected: str
     source: int = 0  # of a mixture
+
+
+def preference_loss(
+    loss: str,
+    policy: Tensor,
+    reference: Tensor | None,
+    lengths: Tensor,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    gamma: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What n pairs of answers, c chosen and r rejected, cost under one of the losses of this family.
+
+    With the policy p, the reference q, and beta times the log of p(y) / q(y) as the reward of an answer y, let m be the reward of
+    c less that of r. Log-probabilities are sums over the answer.
+
+        sigmoid   - log sigmoid(m)                                   DPO, Rafailov et al. 2023
+        cdpo      - (1 - e) log sigmoid(m) - e log sigmoid(-m)       conservative DPO, Mitchell 2023: a share e of the pairs is flipped
+        ipo       (m / beta - 1 / (2 beta))^2                        Azar et al. 2023: a margin that is enough
+        hinge     max(0, 1 - m)                                      SLiC, Zhao et al. 2023; with a reference as in Liu et al. 2023
+
+    Without a reference the reward is beta times the mean of log p per token:
+
+        simpo     - log sigmoid(m - gamma)                           Meng et al. 2024
+        orpo      - beta log sigmoid(log odds(c) - log odds(r))      Hong et al. 2024, whose likelihood term is chosen_nll = 1;
+                                                                     odds(y) = P / (1 - P), P = exp(mean of log p per token)
+
+    Args:
+        policy: log p of the chosen answers and then of the rejected ones, (2n,), in nats.
+        reference: log q of the same, (2n,); None for simpo and orpo.
+        lengths: tokens of the same, (2n,).
+
+    Returns:
+        (losses, rewards of the chosen, rewards of the rejected), (n,) each, the rewards detached.
+    """
+    rewards = beta * (policy / lengths if reference is None else policy - reference)
+    chosen, rejected = rewards.chunk(2)
+    margin = chosen - rejected
+    if loss == "ipo":
+        losses = ((margin - 0.5) / beta).square()
+    elif loss == "hinge":
+        losses = F.relu(1 - margin)
+    elif loss == "orpo":
+        mean = (policy / lengths).clamp_max(-1e-6)  # of a certain answer the odds are infinite
+        log_odds = mean - torch.log(-torch.expm1(mean))
+        losses = -beta * F.logsigmoid(torch.sub(*log_odds.chunk(2)))
+    else:
+        margin = margin - gamma
+        losses = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+    return losses, chosen.detach(), rejected.detach()
 
 
 def sample_pairs(
@@ -141,13 +226,13 @@ def marked(tok: Tokenizer, prompt: Conversation, answer: str) -> tuple[list[int]
 
 
 class PairRows:
-    """Encoded pairs. Which ones a step sees is a pure function of seed and step; similar lengths share a batch."""
+    """Encoded pairs. Which ones a step sees is a pure function of seed and step; pairs of like length share a batch."""
 
     def __init__(
         self, tok: Tokenizer, pairs: Sequence[Pair], block_size: int, seed: int, shares: Sequence[float] = (1.0,)
     ) -> None:
         """`shares` of training: one for each source of the pairs."""
-        self.seed = seed
+        self.block_size, self.seed = block_size, seed
         self.chosen: list[Example] = []
         self.rejected: list[Example] = []
         self.too_long = 0
@@ -165,8 +250,10 @@ class PairRows:
             raise UserError(
                 f"no preference pair is left: {self.too_long} were longer than {block_size} tokens, the rest were equal or tied"
             )
-        # The reference's log-probabilities, filled in before training: (pairs,) each.
-        self.reference_chosen = self.reference_rejected = torch.zeros(len(self.chosen))
+        self.widths = np.array([max(map(len, sides)) for sides in zip(self.chosen, self.rejected, strict=True)])
+        # The reference's log-probabilities of chosen and rejected, (2, pairs), filled in before training where the loss asks.
+        self.reference: Tensor | None = None
+        self._epoch = lru_cache(maxsize=1)(self._batches)
 
     @staticmethod
     def encode(tok: Tokenizer, prompt: Conversation, answer: str) -> Example:
@@ -175,10 +262,14 @@ class PairRows:
     def __len__(self) -> int:
         return len(self.chosen)
 
+    def width(self, which: Sequence[int]) -> int:
+        """Tokens per row of a batch of these pairs: in few different lengths, see loss.whole."""
+        return min(self.block_size, -(-int(self.widths[which].max()) // 32) * 32)
+
     def rows(self, which: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The chosen rows of these pairs and then the rejected ones, padded at the right: (2n, T) inputs and targets."""
         sides = [self.chosen[i] for i in which] + [self.rejected[i] for i in which]
-        shape = (len(sides), -(-max(map(len, sides)) // 32) * 32)  # few different lengths: see loss.whole
+        shape = (len(sides), self.width(which))
         inputs, targets = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)
         for row, side in enumerate(sides):
             inputs[row, : len(side)], targets[row, : len(side)] = side.inputs, side.targets
@@ -195,30 +286,67 @@ class PairRows:
         lengths = [len(pairs) for pairs in self.sources]
         return [int(shuffled[s, n // lengths[s]][n % lengths[s]]) for s, n in picks]
 
+    def _batches(self, epoch: int, batch_size: int) -> list[np.ndarray]:
+        """The pairs of an epoch, all of them once where there is one source, in batches of nearly equal size and like length, longest pair first.
+
+        Only within a pool of a few batches are pairs sorted by length, so that batches differ from epoch to epoch.
+        """
+        numbers = range(epoch * len(self), (epoch + 1) * len(self))
+        batches = np.array_split(np.array(self.order(numbers)), self.steps_per_epoch(batch_size))
+        for start in range(0, len(batches), POOL):
+            pool = np.concatenate(batches[start : start + POOL])
+            pool = pool[np.argsort(-self.widths[pool], kind="stable")]
+            batches[start : start + POOL] = np.array_split(pool, len(batches[start : start + POOL]))
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(batches))
+        return [batches[i] for i in order]
+
+    def steps_per_epoch(self, batch_size: int) -> int:
+        return -(-len(self) // batch_size)
+
+    def which(self, step: int, batch_size: int) -> list[int]:
+        """The pairs of a step, counted from 0."""
+        epoch, number = divmod(step, self.steps_per_epoch(batch_size))
+        return self._epoch(epoch, batch_size)[number].tolist()
+
     def batch(self, step: int, batch_size: int, micro: int) -> list[Batch]:
-        """The pairs of a step, longest first, in micro-batches with their reference log-probabilities."""
-        which = self.order(range(step * batch_size, (step + 1) * batch_size))
-        which.sort(key=lambda i: -len(self.chosen[i]) - len(self.rejected[i]))
+        """The pairs of a step, in micro-batches with their reference log-probabilities."""
+        which = self.which(step, batch_size)
         parts = []
         for start in range(0, len(which), micro):
             part = which[start : start + micro]
             inputs, targets = self.rows(part)
-            reference = (self.reference_chosen[part], self.reference_rejected[part])
+            reference = () if self.reference is None else (self.reference[:, part].flatten(),)
             parts.append(Batch((inputs, targets, *reference), len(part), inputs.numel()))
         return parts
 
-    def log_probs(self, model: GPT, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Summed log-probabilities of all chosen and all rejected answers, (pairs,) each, on the CPU."""
-        chosen, rejected = torch.zeros(len(self)), torch.zeros(len(self))
+    def padding(self, batch_size: int, micro: int) -> float:
+        """Share of the tokens of the first epoch that are padding."""
+        run = real = 0
+        for step in range(self.steps_per_epoch(batch_size)):
+            which = self.which(step, batch_size)
+            real += sum(len(self.chosen[i]) + len(self.rejected[i]) for i in which)
+            run += sum(
+                2 * len(part) * self.width(part) for part in (which[i : i + micro] for i in range(0, len(which), micro))
+            )
+        return 1 - real / run
+
+    def log_probs(self, model: GPT, dtype: torch.dtype) -> Tensor:
+        """Summed log-probabilities of all chosen and all rejected answers, (2, pairs), on the CPU."""
+        sums = torch.zeros(2, len(self))
         device = model.embed.weight.device
-        order = sorted(range(len(self)), key=lambda i: len(self.chosen[i]) + len(self.rejected[i]))
+        order = np.argsort(self.widths, kind="stable").tolist()
         with torch.no_grad():
             for start in range(0, len(order), 32):
                 part = order[start : start + 32]
                 inputs, targets = self.rows(part)
-                sums = evaluation.answer_log_probs(model, inputs.to(device), targets.to(device), dtype).cpu()
-                chosen[part], rejected[part] = sums.chunk(2)
-        return chosen, rejected
+                of_part = evaluation.answer_log_probs(model, inputs.to(device), targets.to(device), dtype)
+                sums[:, part] = of_part.cpu().view(2, -1)
+        return sums
+
+    def lengths(self) -> Tensor:
+        """Supervised tokens of all chosen and all rejected answers, (2, pairs)."""
+        sides = (self.chosen, self.rejected)
+        return torch.tensor([[int((one.targets != IGNORE).sum()) for one in side] for side in sides])
 
 
 def main() -> None:
@@ -230,6 +358,10 @@ def main() -> None:
         raise UserError(
             "train.compile=true: pairs come in many lengths, each of which would be compiled; leave it false"
         )
+    if cfg.train.branch:
+        raise UserError(
+            f"train.resume={cfg.train.resume}: control and DPO cannot both branch from it; choose true or false"
+        )
     cfg.data.check(("onpolicy", "mine", "hub"))
     out = Path(cfg.out)
     loaded = checkpoint.load(cfg.checkpoint or out / "ckpt_sft.pt")
@@ -240,6 +372,7 @@ def main() -> None:
     device = machine.pick_device(cfg.device)
     dtype, why = machine.pick_dtype(cfg.train.dtype, device)
     model = GPT.from_loaded(loaded, device)
+    model.recompute = cfg.train.recompute
     cached = CachedGPT.sharing(model)
     log = RunLog(out, "dpo", config.plain(cfg), cfg.log, cfg.train.resume)
     log.say(f"{machine.describe(device)}; {why}")
@@ -274,23 +407,28 @@ def main() -> None:
             log.say(f"{part.share:.1%} of training from {part.name}, {len(members):,} pairs")
     held = PairRows(tok, val_pairs, model.config.block_size, cfg.train.seed, shares)
     dropped = ", ".join(f"{count} {what}" for what, count in counts.items())
-    log.say(f"{len(pairs)} pairs to train on ({dropped}, {pairs.too_long} too long), {len(held)} held out")
-    for rows in (pairs, held):
-        rows.reference_chosen, rows.reference_rejected = rows.log_probs(model, dtype)
+    padding = pairs.padding(cfg.train.batch_size, cfg.train.micro_batch_size)
+    log.say(
+        f"{len(pairs)} pairs to train on ({dropped}, {pairs.too_long} too long), {len(held)} held out; "
+        f"{padding:.1%} of the tokens that run are padding"
+    )
+    numbers = cfg.dpo.numbers()
+    log.say(f"loss {cfg.dpo.loss}: " + ", ".join(f"{key} {value:g}" for key, value in numbers.items()))
+    chosen_nll = numbers.pop("chosen_nll")
+
+    def objective(policy: Tensor, reference: Tensor | None, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return preference_loss(cfg.dpo.loss, policy, reference, lengths, **numbers)
+
+    if cfg.dpo.loss not in REFERENCE_FREE:
+        for rows in (pairs, held):
+            rows.reference = rows.log_probs(model, dtype)
 
     def preference(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        inputs, targets, reference_chosen, reference_rejected = batch.inputs
-        chosen, rejected = evaluation.answer_log_probs(model, inputs, targets, dtype).chunk(2)
-        losses, reward_chosen, reward_rejected = dpo_loss(
-            chosen,
-            rejected,
-            reference_chosen,
-            reference_rejected,
-            beta=cfg.dpo.beta,
-            label_smoothing=cfg.dpo.label_smoothing,
-        )
-        lengths = (targets != IGNORE).sum(1)[: len(chosen)]
-        total = losses.sum() - cfg.dpo.chosen_nll * (chosen / lengths).sum()
+        inputs, targets, *reference = batch.inputs
+        policy = evaluation.answer_log_probs(model, inputs, targets, dtype)
+        lengths = (targets != IGNORE).sum(1)
+        losses, reward_chosen, reward_rejected = objective(policy, reference[0] if reference else None, lengths)
+        total = losses.sum() - chosen_nll * (policy / lengths)[: len(losses)].sum()
         margin = reward_chosen - reward_rejected
         numbers = {"preference_loss": losses.sum(), "margin": margin.sum(), "accuracy": (margin > 0).float().sum()}
         return total, {name: value.detach() for name, value in numbers.items()}
@@ -301,25 +439,19 @@ def main() -> None:
         return -(chosen / (targets != IGNORE).sum(1)).sum(), {}
 
     def evaluate() -> dict[str, float]:
-        chosen, rejected = held.log_probs(model, dtype)
-        losses, good, bad = dpo_loss(
-            chosen,
-            rejected,
-            held.reference_chosen,
-            held.reference_rejected,
-            beta=cfg.dpo.beta,
-            label_smoothing=cfg.dpo.label_smoothing,
-        )
-        drift = torch.cat((held.reference_chosen - chosen, held.reference_rejected - rejected))
+        policy, reference = held.log_probs(model, dtype).flatten(), held.reference
+        reference = reference.flatten() if reference is not None else None
+        losses, good, bad = objective(policy, reference, held.lengths().flatten())
         metrics = {
             "preference_loss": float(losses.mean()),
             "reward_chosen": float(good.mean()),
             "reward_rejected": float(bad.mean()),
             "margin": float((good - bad).mean()),
             "accuracy": float((good > bad).float().mean()),
-            # An estimate of KL(reference || policy) in nats per answer, when the pairs were sampled from the reference.
-            "kl": float(drift.mean()),
         }
+        if reference is not None:
+            # An estimate of KL(reference || policy) in nats per answer, when the pairs were sampled from the reference.
+            metrics["kl"] = float((reference - policy).mean())
         if dev:
             result = evaluation.score(cached, tok, dev, Settings(temperature=cfg.dpo.temperature), seed=7)
             metrics["liked"] = sum(result.liked) / len(dev)
@@ -359,7 +491,9 @@ def main() -> None:
             for side in ("chosen", "rejected")
         ]
         stage_log.record(readings=[evaluation.reading(model, tok, title, *text) for title, text in shown])
-        stage_log.plot([("preference_loss", "DPO loss (nats/pair)"), ("margin", "reward margin"), (monitor, monitor)])
+        stage_log.plot(
+            [("preference_loss", f"{cfg.dpo.loss} loss (/pair)"), ("margin", "reward margin"), (monitor, monitor)]
+        )
         log.say(f"{name}: {result.step} steps; best " + ", ".join(f"{k} {v:.3f}" for k, v in result.metrics.items()))
         return checkpoint.save(
             out,

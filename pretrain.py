@@ -33,7 +33,7 @@ from pocketgpt.metrics import RunLog
 from pocketgpt.mixture import Mixture
 from pocketgpt.optim import OptimConfig
 from pocketgpt.token_files import Windows
-from pocketgpt.trainer import Batch, Stage, TrainConfig, train
+from pocketgpt.trainer import Batch, Stage, TrainConfig, compiled, train
 
 
 @dataclass
@@ -137,7 +137,8 @@ def main() -> None:
             for part in rows.split(cfg.train.micro_batch_size)
         ]
 
-    hidden_states = torch.compile(model.hidden_states, dynamic=False) if cfg.train.compile else model.hidden_states
+    model.recompute = cfg.train.recompute
+    hidden_states = compiled(model.hidden_states, cfg.train, device, log)
 
     def loss(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         x, y = batch.inputs

@@ -29,7 +29,7 @@ from pocketgpt.mixture import Mixture
 from pocketgpt.optim import OptimConfig
 from pocketgpt.packing import Example, PackedRows, attention_mask, examples, lay_out, pack, row_length
 from pocketgpt.shapes import Chat
-from pocketgpt.trainer import Batch, Stage, TrainConfig, train
+from pocketgpt.trainer import Batch, Stage, TrainConfig, compiled, train
 
 
 @dataclass
@@ -130,7 +130,8 @@ def main() -> None:
         )
         return [Batch(part, int((part[1] != IGNORE).sum()), int((part[3] >= 0).sum())) for part in parts]
 
-    hidden_states = torch.compile(model.hidden_states, dynamic=False) if cfg.train.compile else model.hidden_states
+    model.recompute = cfg.train.recompute
+    hidden_states = compiled(model.hidden_states, cfg.train, device, log)
 
     def loss(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, targets, positions, segments = batch.inputs

@@ -92,26 +92,3 @@ def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: tor
     size = CHUNK[hidden.device.type]
     pairs = zip(hidden.split(size), targets.split(size), strict=True)
     return torch.cat([checkpoint(part, h, wanted, use_reentrant=False) for h, wanted in pairs])
-
-
-def dpo_loss(
-    policy_chosen: Tensor,
-    policy_rejected: Tensor,
-    reference_chosen: Tensor,
-    reference_rejected: Tensor,
-    *,
-    beta: float,
-    label_smoothing: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sigmoid DPO (Rafailov et al. 2023) on summed answer log-probabilities, (N,) each, in nats.
-
-    label_smoothing is the assumed share of flipped pairs (conservative DPO, Mitchell 2023).
-
-    Returns:
-        (losses, chosen rewards, rejected rewards), (N,) each; a reward is beta x log(policy / reference), detached.
-    """
-    chosen = beta * (policy_chosen - reference_chosen)
-    rejected = beta * (policy_rejected - reference_rejected)
-    margin = chosen - rejected
-    losses = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
-    return losses, chosen.detach(), rejected.detach()

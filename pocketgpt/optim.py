@@ -23,6 +23,8 @@ class OptimConfig:
     weight_decay: float
     muon_lr: float
     muon_momentum: float
+    muon_warmup: int = 0
+    cautious: bool = False
 
     def check(self) -> None:
         """Raises UserError on a value outside its range."""
@@ -34,6 +36,7 @@ class OptimConfig:
             ("muon_momentum", 1),
             ("weight_decay", math.inf),
             ("muon_lr", math.inf),
+            ("muon_warmup", 1 << 31),
         ):
             if not 0 <= getattr(self, key) < below:
                 raise UserError(f"optim.{key} is {getattr(self, key)}: it must be at least 0 and below {below}")
@@ -51,7 +54,6 @@ def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
             blocks.append(parameter)
         else:
             other.append(parameter)
-    assert len(blocks) + len(other) + len(vectors) == len(list(model.parameters()))
     return blocks, other, vectors
 
 
@@ -74,13 +76,19 @@ class Muon(torch.optim.Optimizer):
 
     The same update as torch.optim.Muon, which works on one matrix after another; here all matrices of a shape, and those of
     the transposed shape, go through the products together, which takes a sixth less time (docs/LOG.md).
+
+    warmup: steps in which the momentum rises from `FIRST_MOMENTUM`: early gradients are soon out of date.
     """
 
-    def __init__(self, params: list[nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
+    FIRST_MOMENTUM = 0.85  # as in modded-nanogpt (Jordan et al. 2024), there over 300 steps
+
+    def __init__(
+        self, params: list[nn.Parameter], lr: float, momentum: float, weight_decay: float, warmup: int = 0
+    ) -> None:
         shapes: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for parameter in params:
             shapes.setdefault(tuple(sorted(parameter.shape)), []).append(parameter)
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "warmup": warmup}
         super().__init__([{"params": same} for same in shapes.values()], defaults)
 
     @torch.no_grad()
@@ -91,6 +99,10 @@ class Muon(torch.optim.Optimizer):
             state = self.state[params[0]]  # one buffer for the group
             if "momentum" not in state:
                 state["momentum"] = torch.zeros_like(grads)
+            if group["warmup"]:
+                state["step"] = state.get("step", torch.zeros(())) + 1
+                share = min(1.0, (float(state["step"]) - 1) / group["warmup"])
+                momentum = share * momentum + (1 - share) * min(momentum, self.FIRST_MOMENTUM)
             state["momentum"].lerp_(grads, 1 - momentum)
             updates = orthogonalize(grads.lerp_(state["momentum"], momentum))  # Nesterov's look ahead
             torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
@@ -104,11 +116,20 @@ def wide(matrix: Tensor) -> Tensor:
     return matrix if matrix.size(0) <= matrix.size(1) else matrix.mT
 
 
+@torch.no_grad()
+def decay_where_updates_agree(params: list[nn.Parameter], before: list[Tensor], amount: float) -> None:
+    """Take `amount` of what the parameters were `before` off those entries that the update did not move away from 0."""
+    for parameter, old in zip(params, before, strict=True):
+        agree = (parameter - old) * old <= 0
+        parameter.sub_(old * agree, alpha=amount)
+
+
 class Optimizer:
     """One or two torch optimizers that step together, each group with its own base learning rate.
 
-    `adamw`: AdamW (Loshchilov & Hutter 2019) for all; no decay on vectors. `muon`: Muon (Jordan et al. 2024) for the
-    matrices of the blocks, AdamW for the rest.
+    `adamw`: AdamW (Loshchilov & Hutter 2019) for all. `muon`: Muon (Jordan et al. 2024) for the matrices of the blocks,
+    AdamW for the rest. Weights decay in matrices, which includes embeddings and head, and not in vectors. With `cautious`
+    an entry decays only in steps whose update moves it towards 0, too (Chen et al. 2025, "Cautious weight decay").
 
     Raises:
         UserError: on settings outside their ranges.
@@ -132,15 +153,28 @@ class Optimizer:
         )
         self.parts: list[torch.optim.Optimizer] = [adamw]
         if muon:
-            self.parts.append(Muon(blocks, config.muon_lr, config.muon_momentum, config.weight_decay))
+            settings = (config.muon_lr, config.muon_momentum, config.weight_decay, config.muon_warmup)
+            self.parts.append(Muon(blocks, *settings))
+        held = [id(p) for part in self.parts for group in part.param_groups for p in group["params"]]
+        assert sorted(held) == sorted(map(id, model.parameters())), "every parameter is in exactly one group"
         self.base = [[group["lr"] for group in part.param_groups] for part in self.parts]
+        self.cautious = [[0.0] * len(part.param_groups) for part in self.parts]  # decay that is ours and not theirs
+        if config.cautious:
+            self.cautious = [[group["weight_decay"] for group in part.param_groups] for part in self.parts]
+            for part in self.parts:
+                for group in part.param_groups:
+                    group["weight_decay"] = 0.0
 
     def step(self, scale: float) -> None:
         """Update with every learning rate multiplied by `scale`, and clear the gradients."""
-        for part, base in zip(self.parts, self.base, strict=True):
+        for part, base, decays in zip(self.parts, self.base, self.cautious, strict=True):
             for group, lr in zip(part.param_groups, base, strict=True):
                 group["lr"] = lr * scale
+            watched = [(group, decay) for group, decay in zip(part.param_groups, decays, strict=True) if decay]
+            before = [[parameter.detach().clone() for parameter in group["params"]] for group, _ in watched]
             part.step()
+            for (group, decay), old in zip(watched, before, strict=True):
+                decay_where_updates_agree(group["params"], old, group["lr"] * decay)
             part.zero_grad(set_to_none=True)
 
     def zero_grad(self) -> None:

@@ -10,20 +10,26 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pocketgpt import checkpoint, optim
+from pocketgpt import checkpoint, kernels, optim
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError, is_out_of_memory
 from pocketgpt.metrics import RunLog
 
+# Minutes. Compiling took 51 s and made a step 1.15 times as fast (docs/LOG.md), which is even after 7 of them.
+COMPILE_PAYS_AFTER = 15
 PATIENCE_WITH_NAN = 10  # steps in a row with a non-finite loss or gradient before the run gives up
+Network = Callable[..., Tensor]
 # Keys that a resumed run may change: where things lie (the data itself is compared by its digest), and who is told.
 FREE = ("out", "cache", "checkpoint", "log", "data.path", "train.resume")
+# Keys that a branch may change as well: when it ends, and how.
+HORIZON = tuple(f"train.{key}" for key in ("steps", "minutes", "decay", "decay_shape", "eval_every", "log_every"))
 
 
 @dataclass
@@ -43,8 +49,9 @@ class TrainConfig:
     log_every: int
     seed: int
     dtype: str
-    compile: bool
+    compile: bool | str
     resume: bool | str
+    recompute: bool = False
 
     def check(self) -> None:
         """Raises UserError on values that make no run."""
@@ -61,14 +68,24 @@ class TrainConfig:
             raise UserError(f"train.grad_clip is {self.grad_clip}: it must be 0 (no limit) or above")
         if not 0 <= self.seed < 1 << 32:
             raise UserError(f"train.seed is {self.seed}: it must be at least 0 and below 2^32")
-        if not 0 <= self.warmup + self.decay <= 1 or min(self.warmup, self.decay) < 0:
+        share = 0.0 if 1 <= self.warmup < math.inf else self.warmup  # from 1 on it counts steps
+        if not 0 <= share + self.decay <= 1 or min(share, self.decay) < 0:
             raise UserError(
                 f"train.warmup={self.warmup} and train.decay={self.decay} are shares of one run: from 0, sum up to 1"
             )
         if self.decay_shape not in ("linear", "cosine"):
             raise UserError(f"train.decay_shape is {self.decay_shape!r}: choose linear or cosine")
-        if self.resume not in (False, True, "force"):
-            raise UserError(f"train.resume is {self.resume!r}: choose false, true or force")
+        if self.compile not in (False, True, "auto"):
+            raise UserError(f"train.compile is {self.compile!r}: choose false, true or auto")
+        if self.branch is not None and not self.branch.is_file():
+            raise UserError(
+                f"train.resume is {self.resume!r}: choose false, true, force, or a file stable_*.pt or resume_*.pt"
+            )
+
+    @property
+    def branch(self) -> Path | None:
+        """The file to branch from, where train.resume names one."""
+        return Path(self.resume) if isinstance(self.resume, str) and self.resume != "force" else None
 
 
 @dataclass
@@ -147,6 +164,7 @@ class State:
     elapsed: float = 0.0  # seconds of training behind us
     skipped: int = 0  # steps whose loss or gradient was not finite, which changed nothing
     bad: int = 0  # how many of them came last, in a row
+    scale: float = 0.0  # what multiplied the learning rates of the last step: 1 in the stable phase
     best: float = -float("inf")
     best_weights: dict[str, Tensor] | None = None
     best_metrics: dict[str, float] | None = None
@@ -160,27 +178,34 @@ def train(
 
     The learning rate follows the progress of whichever limit is nearer, so a run ended by the clock has finished its decay.
     Ctrl-C or SIGTERM finish the step, save `resume_<stage>.pt` and stop; `train.resume=true` continues from it, as if
-    nothing had been. A second Ctrl-C stops at once.
+    nothing had been. A second Ctrl-C stops at once. When the decay begins, `stable_<stage>.pt` keeps what was there before it:
+    `train.resume=FILE` branches from that, or from another file of the stable phase, as if this run had made it.
 
     Raises:
         UserError: if loss or gradient stay non-finite, if memory does not suffice, or if there is nothing to resume from,
-            or something else than `stage.made_from`.
+            or something else than `stage.made_from`, or to branch from something else than a stable phase.
     """
     config.check()
     device = next(model.parameters()).device
     optimizer = optim.Optimizer(model, optim_config, config.lr)
     state = State()
-    resume_path = out / f"resume_{stage.name}.pt"
+    resume_path, stable_path = out / f"resume_{stage.name}.pt", out / f"stable_{stage.name}.pt"
     if config.resume:
-        made_from, state = load_resume(resume_path, model, optimizer, log)
-        if changed := differences(made_from, stage.made_from):
+        source = config.branch or resume_path
+        made_from, state = load_resume(source, model, optimizer, log)
+        if changed := differences(made_from, stage.made_from, free=FREE + HORIZON if config.branch else FREE):
             if config.resume != "force":
                 raise UserError(
-                    f"{resume_path}: another run than this one: {'; '.join(changed)}. Set them back, or "
+                    f"{source}: another run than this one: {'; '.join(changed)}. Set them back, or "
                     "train.resume=force goes on with what is set now"
                 )
             log.say(f"resuming although this has changed: {'; '.join(changed)}")
-        log.say(f"resumed at step {state.step} from {resume_path}")
+        if config.branch:
+            check_branch(source, config, state)
+        log.say(f"resumed at step {state.step} from {source}")
+    else:
+        for old in (stable_path, previous(stable_path)):
+            old.unlink(missing_ok=True)
     log.start(config.steps, config.minutes, state.step, state.elapsed)
     data = {key: value for key, value in stage.made_from.items() if key not in log.about["config"]}
     log.record(unit=stage.unit, data=data, environment=machine.environment(device))
@@ -199,6 +224,9 @@ def train(
     try:
         while not finished(config, state, step_seconds):
             step_start = time.perf_counter()
+            scale = lr_scale(config, state, step_seconds)
+            if state.scale == 1 > scale:
+                save_resume(stable_path, model, optimizer, stage, state)
             torch.manual_seed(config.seed * 1_000_003 + state.step)  # dropout
             batches = [batch.to(device) for batch in stage.batches(state.step)]
             weight = max(1, sum(batch.weight for batch in batches))
@@ -209,12 +237,6 @@ def train(
                 for key, value in {"loss": total.detach(), **numbers}.items():
                     sums[key] = sums.get(key, 0.0) + value
             norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
-            scale = optim.lr_scale(
-                progress(config, state, step_seconds),
-                warmup=config.warmup,
-                decay=config.decay,
-                shape=config.decay_shape,
-            )
             supervised = any(batch.weight for batch in batches)
             if supervised and bool(torch.isfinite(norm + sums["loss"])):
                 state.bad = 0
@@ -228,6 +250,7 @@ def train(
             machine.synchronize(device)
             step_seconds = time.perf_counter() - step_start
             state.step += 1
+            state.scale = scale
             read = sum(batch.tokens for batch in batches)
             tokens += read
             state.tokens += read
@@ -282,6 +305,52 @@ def train(
     return Result(state.step, state.last_metrics, all_tokens / all_timed if all_timed else 0.0)
 
 
+def pick_compile(config: TrainConfig, device: torch.device) -> tuple[bool, str]:
+    """Whether to compile the network for training, and why, in words.
+
+    `auto` does so where a compiler is, for runs by the clock that are long enough to pay for it. A run of fixed steps stays as
+    it is, so that the same settings give the same bits with and without a compiler.
+    """
+    if not config.compile:
+        return False, "not compiled, as asked"
+    if device.type == "cpu" and kernels.compiler() is None:
+        return False, "not compiled: no C++ compiler found (g++ or clang++)"
+    if device.type != "cpu" and find_spec("triton") is None:
+        return False, f"not compiled: no Triton, which makes the code for {device.type}"
+    if config.compile is True:
+        return True, "compiled, as asked: the first step takes up to some minutes"
+    if config.steps:
+        return (
+            False,
+            "not compiled: train.steps is set, and fixed steps give the same bits everywhere; train.compile=true does it",
+        )
+    if config.minutes < COMPILE_PAYS_AFTER:
+        return False, f"not compiled: {config.minutes:g} minutes would not pay for it, {COMPILE_PAYS_AFTER} would"
+    return True, f"compiled, as {config.minutes:g} minutes pay for it: the first step takes up to some minutes"
+
+
+def compiled(network: Network, config: TrainConfig, device: torch.device, log: RunLog) -> Network:
+    """The network as `pick_compile` decides, which is printed; and as it was, with a line, if compiling fails."""
+    wanted, why = pick_compile(config, device)
+    log.say(why)
+    if not wanted:
+        return network
+    from torch._dynamo.exc import TorchDynamoException  # only here: it starts slowly
+
+    fast = torch.compile(network, dynamic=False)
+
+    def call(*inputs: Any) -> Tensor:
+        nonlocal fast
+        try:
+            return fast(*inputs)
+        except TorchDynamoException as error:
+            log.say(f"torch.compile failed ({checkpoint.first_line(error)}): not compiled from here on")
+            fast = network
+            return network(*inputs)
+
+    return call
+
+
 def autocast_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
     return machine.pick_dtype(config.dtype, device)[0]
 
@@ -291,6 +360,30 @@ def progress(config: TrainConfig, state: State, step_seconds: float) -> float:
     by_steps = (state.step + 0.5) / config.steps if config.steps > 0 else 0.0
     by_clock = (state.elapsed + 0.5 * step_seconds) / (60 * config.minutes) if config.minutes > 0 else 0.0
     return min(1.0, max(by_steps, by_clock, 1e-3))  # the clock stands at 0 for the first step
+
+
+def lr_scale(config: TrainConfig, state: State, step_seconds: float) -> float:
+    """Multiplier of the learning rates for the coming step."""
+    by_steps = config.warmup >= 1  # a warm-up of so many steps, which is the same for every horizon
+    share = 0.0 if by_steps else config.warmup
+    now = progress(config, state, step_seconds)
+    scale = optim.lr_scale(now, warmup=share, decay=config.decay, shape=config.decay_shape)
+    return min(scale, (state.step + 0.5) / config.warmup) if by_steps else scale
+
+
+def check_branch(source: Path, config: TrainConfig, state: State) -> None:
+    """Raises UserError if the last step of the state was not one of a stable phase, or would not be one of this run's."""
+    if state.scale != 1:
+        raise UserError(
+            f"{source}: step {state.step} was in the warm-up or the decay: branch from stable_*.pt, which is written when "
+            "the decay begins, or from the resume_*.pt of a run with train.decay=0"
+        )
+    last = State(step=state.step - 1, elapsed=state.elapsed)
+    if lr_scale(config, last, 0.0) != 1:
+        raise UserError(
+            f"{source}: at step {state.step}, after {state.elapsed / 60:.1f} minutes, this run would be in its warm-up or its "
+            "decay already: raise train.steps or train.minutes, which count from the beginning, or change the shares"
+        )
 
 
 def finished(config: TrainConfig, state: State, step_seconds: float) -> bool:
@@ -376,13 +469,15 @@ def load_resume(path: Path, model: nn.Module, optimizer: optim.Optimizer, log: R
         ) from None
 
 
-def differences(before: dict[str, Any], now: dict[str, Any], group: str = "") -> list[str]:
-    """The keys whose values differ, with both values, except those in `FREE`."""
+def differences(
+    before: dict[str, Any], now: dict[str, Any], group: str = "", free: tuple[str, ...] = FREE
+) -> list[str]:
+    """The keys whose values differ, with both values, except those in `free`."""
     found = []
     for key in dict.fromkeys([*before, *now]):
         old, new, name = before.get(key), now.get(key), f"{group}{key}"
         if isinstance(old, dict) and isinstance(new, dict):
-            found += differences(old, new, f"{name}.")
-        elif old != new and name not in FREE:
+            found += differences(old, new, f"{name}.", free)
+        elif old != new and name not in free:
             found.append(f"{name} was {str(old)[:30]}, is {str(new)[:30]}")
     return found

@@ -306,3 +306,40 @@ def test_ids_past_the_tokenizer_are_never_generated() -> None:
 def test_bad_sampling_settings_are_refused_before_anything_runs() -> None:
     with pytest.raises(UserError, match="top_p is 1.5"):
         tiny().generate(random_ids(1, 4), 1, top_p=1.5)
+
+
+@pytest.mark.parametrize("shape", ["qwen3 gqa", "gpt2"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradient_checkpointing_gives_the_same_bits_from_less_memory(shape: str, masked: bool) -> None:
+    """With dropout, whose randomness must come again. Memory is what the graph holds for the backward pass."""
+    ids, mask = random_ids(2, 16), torch.ones(2, 1, 16, 16, dtype=torch.bool).tril() if masked else None
+    found = []
+    for recompute in (False, True):
+        model = tiny(**SHAPES[shape] | {"n_layer": 4, "dropout": 0.2}).train()
+        model.recompute = recompute
+        held: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor, held: dict[int, int] = held) -> torch.Tensor:
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        torch.manual_seed(0)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            hidden = model.hidden_states(ids, None, mask)
+        weights = sum(parameter.nbytes for parameter in model.parameters())
+        hidden.square().sum().backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        found.append((hidden, gradients, sum(held.values()), weights))
+    (plain, gradients, memory, weights), (again, same, less, _) = found
+    assert torch.equal(plain, again) and len(gradients) == len(same) > 4
+    assert all(torch.equal(a, b) for a, b in zip(gradients, same, strict=True))
+    block_input = 2 * 16 * 32 * 4  # bytes
+    assert less < 12 * block_input + weights / 10 and memory > 5 * less
+
+
+def test_gradient_checkpointing_leaves_inference_alone() -> None:
+    model = tiny()
+    expected = model(random_ids(2, 9))
+    model.recompute = True
+    with torch.no_grad():
+        assert torch.equal(model(random_ids(2, 9)), expected)

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from pocketgpt import loss, token_files
 from pocketgpt.evaluation import answer_log_probs
-from pocketgpt.loss import IGNORE, dpo_loss, linear_cross_entropy, linear_log_probs
-
-LN2 = math.log(2)
+from pocketgpt.loss import IGNORE, linear_cross_entropy, linear_log_probs
 
 
 def case(rows: int, length: int, seed: int = 0, supervised: float = 0.6) -> tuple[Tensor, Tensor, Tensor]:
@@ -199,56 +197,6 @@ def test_the_log_prob_of_an_answer_is_a_sum_that_padding_does_not_change(shape: 
     assert max_diff(alone, got[1:]) < 1e-5
     nothing = answer_log_probs(model, ids, torch.full_like(ids, IGNORE), torch.float32)
     assert nothing.tolist() == [0.0, 0.0]
-
-
-def pair(chosen: float, rejected: float) -> tuple[Tensor, Tensor]:
-    return torch.tensor([chosen], dtype=torch.float64), torch.tensor([rejected], dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    ("policy", "reference", "smoothing", "value"),
-    [
-        ((-10, -20), (-12, -18), 0.0, 0.51302),
-        ((-20, -10), (-18, -12), 0.0, 0.91302),
-        ((-10, -20), (-12, -18), 0.1, 0.55302),
-        ((-10, -20), (-10, -20), 0.0, 0.693147),
-        ((-10, -20), (-10, -20), 0.3, 0.693147),
-        ((-10, -20), (-12, -18), 0.5, 0.71302),
-    ],
-)
-def test_dpo_by_hand(policy: tuple, reference: tuple, smoothing: float, value: float) -> None:
-    losses, chosen, rejected = dpo_loss(*pair(*policy), *pair(*reference), beta=0.1, label_smoothing=smoothing)
-    assert abs(losses.item() - value) < 1e-5
-    assert abs(chosen.item() - 0.1 * (policy[0] - reference[0])) < 1e-12
-    assert abs(rejected.item() - 0.1 * (policy[1] - reference[1])) < 1e-12
-
-
-def test_dpo_rows_are_pairs_and_the_gradient_pulls_them_apart() -> None:
-    chosen = torch.tensor([-10.0, -20.0], requires_grad=True)
-    rejected = torch.tensor([-20.0, -10.0], requires_grad=True)
-    losses, good, bad = dpo_loss(chosen, rejected, torch.tensor([-12.0, -18.0]), torch.tensor([-18.0, -12.0]), beta=0.1)
-    assert max_diff(losses.detach(), torch.tensor([0.51302, 0.91302])) < 1e-5
-    assert not good.requires_grad
-    assert not bad.requires_grad
-    got = gradients(losses.sum(), chosen, rejected)
-    # -beta x sigmoid(-margin), with margins .4 and -.4
-    assert max_diff(got[0], torch.tensor([-0.1 / (1 + math.exp(0.4)), -0.1 / (1 + math.exp(-0.4))])) < 1e-6
-    assert torch.equal(got[1], -got[0])
-
-
-def test_a_policy_equal_to_its_reference_starts_at_ln_2_and_moves() -> None:
-    model = tiny(dropout=0.2)  # eval: dropout is off, or the two would differ by chance
-    ids, targets = random_ids(4, 12), random_ids(4, 12, seed=1)
-    targets[:, :5] = IGNORE
-    with torch.no_grad():
-        reference = answer_log_probs(model, ids, targets, torch.float32)
-    policy = answer_log_probs(model, ids, targets, torch.float32)
-    losses, *_ = dpo_loss(policy[:2], policy[2:], reference[:2], reference[2:], beta=0.1)
-    assert max_diff(losses.detach(), torch.full((2,), LN2)) < 1e-6
-    losses.sum().backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        assert parameter.grad.abs().max() > 1e-6, name
 
 
 def test_positions_without_a_target_are_marked_the_same_everywhere() -> None:

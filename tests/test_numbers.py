@@ -9,8 +9,9 @@ from helpers import SHAPES, VOCAB, random_ids, tiny
 from torch import Tensor
 
 from base_model import GPT
+from dpo import preference_loss
 from pocketgpt import chat_template, evaluation, packing
-from pocketgpt.loss import IGNORE, dpo_loss, linear_cross_entropy
+from pocketgpt.loss import IGNORE, linear_cross_entropy
 from pocketgpt.packing import Example, attention_mask, lay_out
 from pocketgpt.tokenizer import Tokenizer
 
@@ -43,11 +44,10 @@ def preferences(model: GPT) -> Tensor:
     """As dpo.py: two pairs, padded, with a share of the chosen answers' likelihood."""
     rows = lay_out([[e] for e in EXAMPLES], 16)
     log_probs = evaluation.answer_log_probs(model, rows.inputs, rows.targets, torch.float32)
-    chosen, rejected = log_probs.chunk(2)
     reference = torch.tensor([-14.0, -24.0, -5.0, -33.0])
-    losses, *_ = dpo_loss(chosen, rejected, *reference.chunk(2), beta=BETA, label_smoothing=SMOOTHING)
-    lengths = (rows.targets != IGNORE).sum(1)[:2]
-    return losses.sum() - NLL * (chosen / lengths).sum()
+    lengths = (rows.targets != IGNORE).sum(1)
+    losses, *_ = preference_loss("cdpo", log_probs, reference, lengths, beta=BETA, label_smoothing=SMOOTHING)
+    return losses.sum() - NLL * (log_probs / lengths)[:2].sum()
 
 
 def alone(model: GPT, one: Example) -> Tensor:

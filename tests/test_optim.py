@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from base_model import GPT, PRESETS
+from pocketgpt import optim
 from pocketgpt.errors import UserError
 from pocketgpt.optim import OptimConfig, Optimizer, lr_scale, parameter_groups
 
@@ -141,6 +142,75 @@ def test_muon_is_that_of_torch() -> None:
             assert max_diff(a, b) < 1e-6, name
 
 
+def test_the_momentum_of_muon_rises_by_hand() -> None:
+    """Constant gradients of one direction would hide it: it shows in the buffer, m <- momentum m + (1 - momentum) g."""
+    model = tiny()
+    optimizer = Optimizer(model, config(**MUON | {"muon_warmup": 4}), lr=0.01)
+    muon = optimizer.parts[1]
+    buffer, by_hand = None, 0.0
+    for step, momentum in enumerate((0.85, 0.875, 0.9, 0.925, 0.95, 0.95)):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, step + 1.0)
+        optimizer.step(1.0)
+        by_hand = momentum * by_hand + (1 - momentum) * (step + 1)
+        for group in muon.param_groups:
+            buffer = muon.state[group["params"][0]]["momentum"]
+            assert max_diff(buffer, torch.full_like(buffer, by_hand)) < 1e-6, step
+
+
+def test_cautious_decay_by_hand() -> None:
+    """AdamW's first step is the learning rate times the sign of the gradient. What it moves towards 0 decays, too."""
+    layer = torch.nn.Linear(4, 1, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1.0, -1.0, 2.0, -2.0]]))
+    layer.weight.grad = torch.tensor([[3.0, 3.0, -3.0, -3.0]])
+    Optimizer(layer, config(cautious=True), lr=0.02).step(0.5)
+    lr, decay = 0.01, 0.1
+    expected = torch.tensor([[1 - lr - lr * decay, -1 - lr, 2 + lr, -2 + lr + lr * decay * 2]])
+    assert max_diff(layer.weight.detach(), expected) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_cautious_decay_is_a_part_of_the_plain_one(name: str) -> None:
+    """Every entry ends where it would without decay, or where the plain decay brings it; vectors do not decay."""
+    models = [tiny(bias=True) for _ in range(3)]
+    for model, changes in zip(models, ({"cautious": True}, {}, {"weight_decay": 0.0}), strict=True):
+        optimizer = Optimizer(model, config(**MUON | {"name": name} | changes), lr=0.02)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+        optimizer.step(1.0)
+    start = tiny(bias=True)
+    for (key, ours), plain, without, old in zip(
+        models[0].named_parameters(), *(m.parameters() for m in models[1:]), start.parameters(), strict=True
+    ):
+        towards = (without - old) * old <= 0
+        assert max_diff(ours, torch.where(towards, plain, without)) < 1e-6, key
+        if old.dim() > 1:
+            assert (
+                0.2 < towards.float().mean() < 0.8 and max_diff(ours, plain) > 1e-5 and max_diff(ours, without) > 1e-5
+            )
+        else:
+            assert torch.equal(ours, without), key
+
+
+def test_without_a_gradient_cautious_decay_is_the_plain_one() -> None:
+    models = [tiny(), tiny()]
+    for model, cautious in zip(models, (False, True), strict=True):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        Optimizer(model, config(cautious=cautious), lr=0.01).step(1.0)
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        assert max_diff(ours, theirs) < 1e-7
+
+
+def test_a_parameter_in_two_groups_or_in_none_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = optim.parameter_groups
+    for wrong in (lambda b, o, v: (b, o, v[1:]), lambda b, o, v: (b, [*o, b[0]], v)):
+        monkeypatch.setattr(optim, "parameter_groups", lambda model, wrong=wrong: wrong(*groups(model)))
+        with pytest.raises(AssertionError, match="every parameter is in exactly one group"):
+            Optimizer(tiny(), config(**MUON), lr=0.01)
+
+
 def test_a_scale_of_zero_changes_nothing() -> None:
     for chosen in (config(), config(**MUON)):
         model = tiny()
@@ -151,7 +221,15 @@ def test_a_scale_of_zero_changes_nothing() -> None:
         assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
-@pytest.mark.parametrize("chosen", [config(), config(**MUON)], ids=["adamw", "muon"])
+CHOSEN = {
+    "adamw": config(),
+    "muon": config(**MUON),
+    "muon warming up": config(**MUON | {"muon_warmup": 4}),
+    "cautious": config(**MUON | {"cautious": True}),
+}
+
+
+@pytest.mark.parametrize("chosen", CHOSEN.values(), ids=CHOSEN)
 def test_a_restored_optimizer_goes_on_bit_by_bit(chosen: OptimConfig) -> None:
     model = tiny()
     optimizer = Optimizer(model, chosen, lr=0.01)

@@ -193,6 +193,27 @@ def test_a_changed_configuration_is_named_and_refused_unless_forced(
     assert rates[2] / rates[1] < 0.5  # what is set now counts
 
 
+def test_a_base_model_branches_from_its_stable_phase(whole: Path, data: Path, tmp_path: Path) -> None:
+    """With Muon, dropout and accumulation: a run of four steps becomes the run that was meant to have seven."""
+
+    def given(out: str, *more: str) -> list[str]:
+        return [*arguments("base", data, tmp_path / out), "train.warmup=1", *more]
+
+    longer = ("train.steps=7", "train.decay=0.4", "train.decay_shape=cosine")
+    call(pretrain.main, given("long", *longer))
+    call(pretrain.main, given("short", "train.decay=0.25"))
+    source = tmp_path / "short" / "stable_base.pt"
+    call(pretrain.main, given("branch", *longer, f"train.resume={source}"))
+    ours, theirs = result(tmp_path / "branch", "base"), result(tmp_path / "long", "base")
+    assert same(ours[:4], theirs[:4]) and not same(ours[0], result(tmp_path / "short", "base")[0])
+    assert [row["step"] for row in ours[4] if row["kind"] == "train"] == [4, 5, 6, 7]
+    assert ours[4] == [row for row in theirs[4] if row["step"] > 3]
+    with pytest.raises(UserError, match="another run than this one: train.lr was 0.003, is 0.1"):
+        call(pretrain.main, given("branch", *longer, f"train.resume={source}", "train.lr=0.1"))
+    with pytest.raises(UserError, match="control and DPO cannot both branch from it"):
+        call(dpo.main, [*arguments("dpo", data, tmp_path / "dpo"), f"train.resume={source}"])
+
+
 def test_a_run_may_move(half: list[str], tmp_path: Path, data: Path) -> None:
     """Where things lie is not what they are."""
     shutil.copytree(tmp_path / "out", tmp_path / "elsewhere", symlinks=True)

@@ -18,7 +18,7 @@ import pretrain
 import sft
 from base_model import GPT
 from kv_cache import CachedGPT
-from pocketgpt import checkpoint, evaluation, tasks
+from pocketgpt import checkpoint, config, evaluation, tasks
 from pocketgpt.errors import UserError
 from pocketgpt.metrics import read_jsonl
 from pocketgpt.tokenizer import Tokenizer
@@ -304,6 +304,10 @@ def test_bad_rows_stop_sft_and_leave_the_old_checkpoint(
     assert (out / "ckpt_sft.pt").read_bytes() == before
 
 
+def sampling(samples: int) -> dpo.DPOConfig:
+    return config.load("dpo", dpo.Config, [f"dpo.samples={samples}"]).dpo
+
+
 def test_pairs_come_from_answers_that_differ_in_their_check(tok: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     items = tasks.make_items(3, heldout=False, seed=0, families=["add"])
     wrong = ["no", "never", "no"]
@@ -313,9 +317,7 @@ def test_pairs_come_from_answers_that_differ_in_their_check(tok: Tokenizer, monk
         return [text for four in said for text in four]
 
     monkeypatch.setattr(evaluation, "answer_many", answers)
-    settings = dpo.DPOConfig(
-        beta=0.1, label_smoothing=0.0, chosen_nll=0.0, families=["add"], samples=4, temperature=1.0, control_lr=0.1
-    )
+    settings = sampling(samples=4)
     model: Any = None
     pairs, counts = dpo.sample_pairs(model, tok, items, settings, 0, "sampling")
     assert [(p.chosen, p.rejected) for p in pairs] == [(items[0].answer, "no"), (items[2].answer, "no")]
@@ -328,7 +330,7 @@ def test_reference_answers_stand_in_when_nothing_passes(
 ) -> None:
     items = tasks.make_items(2, heldout=False, seed=0, families=["add"])
     monkeypatch.setattr(evaluation, "answer_many", lambda model, tok, prompts, settings, seed: ["no"] * len(prompts))
-    settings = dpo.DPOConfig(0.1, 0.0, 0.0, ["add"], 3, 1.0, 0.1)
+    settings = sampling(samples=3)
     model: Any = None
     pairs, counts = dpo.sample_pairs(model, tok, items, settings, 0, "sampling")
     assert [(p.chosen, p.rejected) for p in pairs] == [(item.answer, "no") for item in items]
@@ -340,9 +342,7 @@ def test_stand_ins_leave_out_answers_that_are_right(tok: Tokenizer, monkeypatch:
     said = [right.answer] * 3 + ["no"] * 3
     monkeypatch.setattr(evaluation, "answer_many", lambda model, tok, prompts, settings, seed: said)
     model: Any = None
-    pairs, _ = dpo.sample_pairs(
-        model, tok, [right, wrong], dpo.DPOConfig(0.1, 0.0, 0.0, ["add"], 3, 1.0, 0.1), 0, "sampling"
-    )
+    pairs, _ = dpo.sample_pairs(model, tok, [right, wrong], sampling(samples=3), 0, "sampling")
     assert [(p.prompt, p.chosen, p.rejected) for p in pairs] == [(wrong.messages, wrong.answer, "no")]
 
 
@@ -358,7 +358,7 @@ def test_right_answers_in_style_are_preferred_to_right_ones_that_are_not(
     assert tasks.check(item, plain) and tasks.check(item, styled)
     monkeypatch.setattr(evaluation, "answer_many", lambda model, tok, prompts, settings, seed: [plain, styled])
     model: Any = None
-    pairs, _ = dpo.sample_pairs(model, tok, [item], dpo.DPOConfig(0.1, 0.0, 0.0, ["story"], 2, 1.0, 0.1), 0, "sampling")
+    pairs, _ = dpo.sample_pairs(model, tok, [item], sampling(samples=2), 0, "sampling")
     assert [(p.chosen, p.rejected) for p in pairs] == [(styled, plain)]
 
 

@@ -1,15 +1,19 @@
 """The shared loop: accumulation, the clock, resuming, skipping, and what it writes."""
 
+import math
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import random_ids, tiny
 from torch import nn
 
-from pocketgpt import optim, trainer
+from base_model import GPT
+from pocketgpt import kernels, optim, trainer
 from pocketgpt.errors import UserError
+from pocketgpt.loss import linear_cross_entropy
 from pocketgpt.metrics import RunLog, read_jsonl
 from pocketgpt.trainer import Batch, Stage, TrainConfig, train
 
@@ -211,7 +215,7 @@ def test_running_out_of_memory_says_what_to_lower(tmp_path: Path) -> None:
 
 
 def test_resume_knows_three_words(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="train.resume is 'yes': choose false, true or force"):
+    with pytest.raises(UserError, match="train.resume is 'yes': choose false, true, force, or a file stable_"):
         settings(resume="yes").check()
     for word in (False, True, "force"):
         settings(resume=word).check()
@@ -258,9 +262,199 @@ def test_monitored_runs_keep_their_best_weights(tmp_path: Path) -> None:
         ({"lr": 0.0}, "train.lr is 0"),
         ({"warmup": 0.6, "decay": 0.6}, "shares of one run"),
         ({"decay_shape": "step"}, "linear or cosine"),
+        ({"compile": "yes"}, "train.compile is 'yes': choose false, true or auto"),
     ],
 )
 def test_bad_settings_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     model = Line()
     with pytest.raises(UserError, match=message):
         run(tmp_path, model, line_stage(model, 8), settings(**changes))
+
+
+def rates(folder: Path) -> list[float]:
+    return [row["lr"] for row in read_jsonl(folder / "metrics_toy.jsonl") if row["kind"] == "train"]
+
+
+def test_a_warm_up_in_steps_does_not_depend_on_the_horizon(tmp_path: Path) -> None:
+    for steps in (6, 12):
+        model = Line()
+        run(tmp_path / str(steps), model, line_stage(model, 8), settings(steps=steps, warmup=4, decay=1 / 3))
+    short, long = rates(tmp_path / "6"), rates(tmp_path / "12")
+    assert short == pytest.approx([0.1 * x for x in (0.125, 0.375, 0.625, 0.875, 0.75, 0.25)])
+    assert long[:4] == short[:4] and long[4:8] == [0.1] * 4 and long[-1] == pytest.approx(0.1 * 0.125)
+    assert max(rates(tmp_path / "6")) < 0.1  # a decay that begins within the warm-up: the lower of the two
+
+
+@pytest.mark.parametrize("how", ["stopped", "ended", "decayed"])
+@pytest.mark.parametrize("shape", ["linear", "cosine"])
+def test_a_branch_of_the_stable_phase_is_the_run_that_had_its_horizon_from_the_beginning(
+    tmp_path: Path, how: str, shape: str
+) -> None:
+    """One trunk that was interrupted in its stable phase, one that ended without a decay, and one that went on to decay."""
+    horizon = settings(steps=14, warmup=2, decay=0.25, decay_shape=shape)
+    whole, trunk, branch = Line(0.5), Line(0.5), Line(0.5)
+    run(tmp_path / "whole", whole, line_stage(whole, 4), horizon)
+    stage, source = line_stage(trunk, 4), "resume_toy.pt"
+    if how == "stopped":
+        good = stage.batches
+
+        def interrupted(step: int) -> list[Batch]:
+            if step == 7:
+                signal.raise_signal(signal.SIGINT)
+            return good(step)
+
+        stage.batches = interrupted
+        with pytest.raises(SystemExit):
+            run(tmp_path / "trunk", trunk, stage, settings(steps=1000, warmup=2))
+    elif how == "ended":
+        run(tmp_path / "trunk", trunk, stage, settings(steps=8, warmup=2))
+        assert not (tmp_path / "trunk" / "stable_toy.pt").exists()  # where there is no decay the resume file is it
+    else:
+        run(tmp_path / "trunk", trunk, stage, settings(steps=10, warmup=2, decay=0.2))
+        source = "stable_toy.pt"
+    saved = torch.load(tmp_path / "trunk" / source, weights_only=True)
+    assert (saved["state"]["step"], saved["state"]["scale"]) == (8, 1.0)
+    before = (tmp_path / "trunk" / source).read_bytes()
+    horizon.resume = str(tmp_path / "trunk" / source)
+    run(tmp_path / "branch", branch, line_stage(branch, 4), horizon)
+    assert torch.equal(branch.w, whole.w) and not torch.equal(branch.w, saved["model"]["w"])
+    assert rates(tmp_path / "trunk")[:8] + rates(tmp_path / "branch") == rates(tmp_path / "whole")
+    assert (tmp_path / "trunk" / source).read_bytes() == before  # from which more can branch
+    ends = [torch.load(tmp_path / side / "resume_toy.pt", weights_only=True) for side in ("whole", "branch")]
+    assert ends[0]["model"]["w"] == ends[1]["model"]["w"]
+    moments = [end["optimizer"][0]["state"][0]["exp_avg_sq"] for end in ends]
+    assert torch.equal(*moments)
+
+
+def test_what_cannot_be_branched_is_named(tmp_path: Path) -> None:
+    model = Line()
+    stage = line_stage(model, 8)
+    stage.made_from = {"train": {"lr": 0.1, "steps": 10, "decay": 0.4}}
+    run(tmp_path, model, stage, settings(steps=10, warmup=2, decay=0.4))
+
+    def branch(name: str, made_from: dict[str, Any] | None = None, **changes: Any) -> None:
+        again = line_stage(model, 8)
+        again.made_from = {"train": {"lr": 0.1, "steps": 20, "decay": 0.1} | (made_from or {})}
+        run(tmp_path / "b", model, again, settings(**{"warmup": 2, "resume": str(tmp_path / name), **changes}))
+
+    with pytest.raises(UserError, match="resume_toy.pt: step 10 was in the warm-up or the decay: branch from stable_"):
+        branch("resume_toy.pt", steps=20, decay=0.1)
+    with pytest.raises(UserError, match="at step 6, after 0.0 minutes, this run would be in its warm-up or its decay"):
+        branch("stable_toy.pt", steps=8, decay=0.5)
+    with pytest.raises(UserError, match="at step 6, .* would be in its warm-up"):
+        branch("stable_toy.pt", steps=20, warmup=9)
+    with pytest.raises(UserError, match="another run than this one: train.lr was 0.1, is 0.2"):
+        branch("stable_toy.pt", {"lr": 0.2}, steps=20, decay=0.1)
+    branch("stable_toy.pt", steps=12, decay=0.5)  # whose stable phase ends with this very step
+    assert rates(tmp_path / "b")[0] < 0.1
+
+
+def test_a_new_run_leaves_no_stable_point_of_an_older_one(tmp_path: Path) -> None:
+    model = Line()
+    run(tmp_path, model, line_stage(model, 8), settings(steps=10, decay=0.4))
+    assert (tmp_path / "stable_toy.pt").exists()
+    run(tmp_path, model, line_stage(model, 8), settings(steps=10, decay=1.0))  # has no stable phase
+    assert not (tmp_path / "stable_toy.pt").exists()
+
+
+def test_the_usual_cosine_schedule_is_a_decay_of_all_that_is_left(tmp_path: Path) -> None:
+    model = Line()
+    run(tmp_path, model, line_stage(model, 8), settings(steps=10, warmup=0.2, decay=0.8, decay_shape="cosine"))
+    by_hand = [0.25, 0.75, *(0.5 + 0.5 * math.cos(math.pi * (step + 0.5) / 8) for step in range(8))]
+    assert rates(tmp_path) == pytest.approx([0.1 * x for x in by_hand])
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("asked", "compiler", "wanted", "why"),
+    [
+        ({"compile": False}, True, False, "as asked"),
+        ({"compile": True}, True, True, "compiled, as asked"),
+        ({"compile": True}, False, False, "no C++ compiler found"),
+        ({"compile": "auto", "steps": 0, "minutes": 60.0}, False, False, "no C++ compiler found"),
+        ({"compile": "auto", "steps": 0, "minutes": 60.0}, True, True, "60 minutes pay for it"),
+        ({"compile": "auto", "steps": 0, "minutes": 15.0}, True, True, "15 minutes pay for it"),
+        ({"compile": "auto", "steps": 0, "minutes": 14.9}, True, False, "14.9 minutes would not pay for it, 15 would"),
+        ({"compile": "auto", "steps": 10**6, "minutes": 0.0}, True, False, "train.steps is set"),
+        ({"compile": "auto", "steps": 10**6, "minutes": 60.0}, True, False, "train.steps is set"),
+    ],
+)  # fmt: skip
+def test_when_a_run_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], compiler: bool, wanted: bool, why: str
+) -> None:
+    monkeypatch.setattr(kernels, "compiler", lambda: "/usr/bin/g++" if compiler else None)
+    found, said = trainer.pick_compile(settings(**asked), CPU)
+    assert found == wanted and why in said
+
+
+def test_a_gpu_is_compiled_for_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "compiler", lambda: None)
+    for there in (True, False):
+        monkeypatch.setattr(
+            trainer, "find_spec", lambda name, there=there: object() if there and name == "triton" else None
+        )
+        found, said = trainer.pick_compile(settings(compile=True), torch.device("cuda"))
+        assert found == there and ("no Triton" in said) != there
+
+
+def test_compiling_that_fails_is_said_once_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    tries = []
+
+    def broken(network: Any, **_: Any) -> Any:
+        def fail(*_: Any) -> None:
+            tries.append(1)
+            raise BackendCompilerFailed(network, RuntimeError("the linker is missing"), None)
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", broken)
+    monkeypatch.setattr(kernels, "compiler", lambda: "/usr/bin/g++")
+    network = trainer.compiled(lambda x: 2 * x, settings(compile=True), CPU, RunLog(tmp_path, "toy", {}))
+    assert [float(network(torch.tensor(x))) for x in (1.0, 2.0, 3.0)] == [2.0, 4.0, 6.0]
+    said = capsys.readouterr().out
+    assert len(tries) == 1 and said.count("torch.compile failed") == 1 and "not compiled from here on" in said
+    plain = lambda x: x  # noqa: E731
+    assert trainer.compiled(plain, settings(), CPU, RunLog(tmp_path, "toy", {})) is plain
+
+
+def test_a_compiled_run_has_the_losses_of_the_plain_one_and_resumes_bit_by_bit(tmp_path: Path) -> None:
+    """A network of one small block, float32, with accumulation; the resumed run starts where the other was at step 3."""
+    if kernels.compiler() is None:
+        pytest.skip("no compiler")
+
+    def train_gpt(out: str, steps: int, **changes: Any) -> tuple[GPT, list[float]]:
+        model = tiny(n_layer=1, mlp="gelu", qk_norm=False).train()
+        config = settings(lr=0.01, log_every=1, **{"steps": steps, "decay": 0.0, **changes})
+        log = RunLog(tmp_path / out, "toy", {}, resume=config.resume)
+        network = trainer.compiled(model.hidden_states, config, CPU, log)
+
+        def batches(step: int) -> list[Batch]:
+            return [Batch((part[:, :-1], part[:, 1:]), 2 * 16, 32) for part in random_ids(4, 17, seed=step).split(2)]
+
+        def loss(batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            x, y = batch.inputs
+            return linear_cross_entropy(network(x), model.lm_head.weight, y, torch.float32), {}
+
+        stage = Stage("toy", batches, loss, lambda: {"w": 0.0}, lambda: "", 1.0)
+        train(model, stage, config, ADAMW, tmp_path / out, log)
+        return model, [
+            row["loss"] for row in read_jsonl(tmp_path / out / "metrics_toy.jsonl") if row["kind"] == "train"
+        ]
+
+    _, losses = train_gpt("plain", 6)
+    fast, same_losses = train_gpt("fast", 6, compile=True)
+    assert same_losses == pytest.approx(losses, rel=1e-3) and losses[-1] != losses[0]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1  # it was compiled
+    (tmp_path / "fast" / "resume_toy.previous.pt").replace(tmp_path / "fast" / "resume_toy.pt")
+    again, all_losses = train_gpt("fast", 6, compile=True, resume=True)
+    assert all_losses == same_losses
+    for (name, a), b in zip(again.named_parameters(), fast.parameters(), strict=True):
+        assert torch.equal(a, b), name
