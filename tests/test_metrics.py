@@ -86,8 +86,6 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.M
     writer = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
     # Files of one second and one process are told apart by a counter and read by name, where 10 comes before 9.
     monkeypatch.setattr(writer, "_global_uid", writer.AtomicCounter(0))
-    alive = []  # no end of a log, nor of its life, completes the files
-
     def write(resume: bool, step: int, losses: list[float]) -> None:
         log = RunLog(tmp_path, "base", {"seed": 1}, "tensorboard", resume)
         log.start(steps=4, minutes=0, step=step, elapsed=0)
@@ -95,7 +93,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.M
             log.write({"kind": "train", "step": at, "loss": loss})
             log.write({"kind": "val", "step": at, "loss": loss + 1})
         log.stop()
-        alive.append(log)
+        log.close()  # events are written by a thread: without it the last ones may still be on their way
 
     write(False, 0, [4.0, 3.0, 2.0])
     folder = tmp_path / "tensorboard" / "base"
