@@ -86,6 +86,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.M
     writer = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
     # Files of one second and one process are told apart by a counter and read by name, where 10 comes before 9.
     monkeypatch.setattr(writer, "_global_uid", writer.AtomicCounter(0))
+
     def write(resume: bool, step: int, losses: list[float]) -> None:
         log = RunLog(tmp_path, "base", {"seed": 1}, "tensorboard", resume)
         log.start(steps=4, minutes=0, step=step, elapsed=0)
