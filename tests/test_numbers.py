@@ -13,6 +13,7 @@ from dpo import preference_loss
 from pocketgpt import chat_template, evaluation, packing
 from pocketgpt.loss import IGNORE, linear_cross_entropy
 from pocketgpt.packing import Example, attention_mask, lay_out
+from pocketgpt.shapes import Chat
 from pocketgpt.tokenizer import Tokenizer
 
 BETA, SMOOTHING, NLL = 0.3, 0.1, 0.5
@@ -140,7 +141,7 @@ def test_the_masked_loss_counts_what_a_hand_counts(tok: Tokenizer) -> None:
     model = tiny(vocab_size=400, block_size=64)
     with torch.no_grad():
         model.embed.weight.zero_()  # which is the head, too
-    found, _ = packing.examples(tok, chats, 64)
+    found, _ = packing.examples(tok, [Chat(chat) for chat in chats], 64)
     rows = lay_out([found], 64)
     hidden = model.hidden_states(rows.inputs, rows.positions, attention_mask(rows.segments))
     total = linear_cross_entropy(hidden, model.lm_head.weight, rows.targets, torch.float32)
