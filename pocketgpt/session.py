@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Generator
 from itertools import takewhile
 from typing import TYPE_CHECKING
@@ -88,14 +89,26 @@ class Session:
                 f"the message is {-room} tokens too long for the context of {self.block_size}, of which "
                 f"{self.reserve} are kept for the answer: shorten it"
             )
-        first = 0
-        while self._room(render_prompt(self.tok, [*self.system, *self.messages[first:], question])) < 0:
-            first += 2
+        first = len(self.messages) - 2 * self._most_turns(question)
         newly = max(0, first - self.dropped) // 2
         self.dropped = first
         self.messages += [question, {"role": "assistant", "content": ""}]
         self._follow()
         return newly
+
+    def _most_turns(self, question: Message) -> int:
+        """How many of the last turns fit beside the question. More turns never take less room, so a few trials tell, of
+        little more than fits: a trial renders its turns once for every answer in them."""
+        turns = len(self.messages) // 2
+
+        def too_many(kept: int) -> bool:
+            last = self.messages[len(self.messages) - 2 * kept :]
+            return self._room(render_prompt(self.tok, [*self.system, *last, question])) < 0
+
+        tried = 1
+        while tried < turns and not too_many(tried):
+            tried *= 2
+        return bisect_left(range(1, min(tried, turns) + 1), True, key=too_many)
 
     def answer(self) -> Generator[str, None, None]:
         """Sample an answer to the last question, in the place of an earlier one, and yield its text: a piece per token,

@@ -183,6 +183,26 @@ def test_an_answer_in_unusual_tokens_is_read_again_as_training_would_show_it(tok
     )
 
 
+def test_a_turn_costs_no_more_after_a_long_conversation(tok: Tokenizer, monkeypatch) -> None:
+    rendered = []
+    monkeypatch.setattr(
+        session,
+        "render_prompt",
+        lambda tok, messages: rendered.append(len(messages)) or render_prompt(tok, messages),
+    )
+    talk, costs = Session(MODEL, tok, GREEDY, max_new_tokens=4), []
+    for turn in range(200):
+        rendered.clear()
+        talk.ask("the king")
+        talk.messages[-1]["content"] = "the queen"
+        costs.append(sum(rendered))
+        kept = len(talk.context()) // 2 - 1
+        longer = [*talk.messages[-2 * kept - 4 : -1]]  # one turn more than was kept
+        assert kept == turn or talk._room(render_prompt(tok, longer)) < 0
+        assert talk._room(render_prompt(tok, longer[-2 * kept - 1 :])) >= 0
+    assert costs[199] == costs[100]
+
+
 def test_an_answer_stopped_inside_a_character_keeps_whole_ones(tok: Tokenizer, monkeypatch) -> None:
     script(monkeypatch, tok.encode("a🎉"))
     talk = Session(MODEL, tok, GREEDY)
