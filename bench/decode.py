@@ -107,7 +107,7 @@ class Bench:
         self.seconds: dict[
             tuple[str, str, str, str], list[float]
         ] = {}  # (precision, engine, measure, part) -> per round
-        self.tokens: dict[tuple[str, str, str], list[int]] = {}
+        self.tokens: dict[tuple[str, str, str], list[list[int]]] = {}  # (precision, engine, measure) -> rows
         self.facts: dict[tuple[str, str], dict[str, Any]] = {}
         self.notes: list[str] = []
 
@@ -281,7 +281,7 @@ class Bench:
         same = {}
         for (precision, name, measure), theirs in self.tokens.items():
             if mine and (precision, measure) == ("float32", "ctx64") and name != "ours":
-                pairs = [a == b for a, b in zip(mine[0], theirs[0], strict=True)]  # type: ignore[index]
+                pairs = [a == b for a, b in zip(mine[0], theirs[0], strict=True)]
                 same[name] = [*pairs, False].index(False)
         return same
 

@@ -11,16 +11,15 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 
-import gguf
 import torch
-from torch import Tensor
 
 from base_model import GPT, PRESETS, GPTConfig
-from pocketgpt import hf
-from pocketgpt.files import atomic_path, write_json
+from pocketgpt import gguf_file, hf
+from pocketgpt.checkpoint import Checkpoint
+from pocketgpt.files import write_json
 from pocketgpt.tokenizer import Tokenizer
 
-VERSION = 1  # of what is drawn and written here; a new one makes kept files stale
+VERSION = 2  # of what is drawn and written here; a new one makes kept files stale
 BLOCK_SIZE = 2304  # 2,048 tokens of context and room for an answer
 PERIOD = 128  # tokens of the passage that the copying model repeats; divides every vocabulary below
 
@@ -35,22 +34,7 @@ SHAPES = {
     "124m": llama(vocab_size=50304, n_layer=12, n_head=12, n_kv_head=12, n_embd=768),  # 50,257 ids of GPT-2, padded
     "1b": llama(vocab_size=50304, n_layer=16, n_head=32, n_kv_head=8, n_embd=2048, n_inner=8192),  # for GPUs
 }
-GGUF_TYPES = {
-    "float32": gguf.GGMLQuantizationType.F32,
-    "bfloat16": gguf.GGMLQuantizationType.BF16,
-    "int8": gguf.GGMLQuantizationType.Q8_0,
-}
-GGUF_NAMES = {
-    "attn_norm": "attn_norm",
-    "attn.q_proj": "attn_q",
-    "attn.k_proj": "attn_k",
-    "attn.v_proj": "attn_v",
-    "attn.o_proj": "attn_output",
-    "mlp_norm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+GGUF_TYPES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "q8_0"}  # as export.py names them
 
 
 @torch.no_grad()
@@ -88,53 +72,9 @@ def copying_model(config: GPTConfig, seed: int) -> GPT:
     return model
 
 
-def adjacent_pairs(weight: Tensor, heads: int) -> Tensor:
-    """Rows of a query or key projection in the order of GGUF's llama: it rotates dimensions 2i and 2i+1 of a head
-    together, where our weights (and Hugging Face's) rotate i and i + head_dim/2."""
-    rows, columns = weight.shape
-    return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
-
-
-def write_gguf(path: Path, config: GPTConfig, weights: dict[str, Tensor], kind: str) -> None:
-    with atomic_path(path) as temporary:
-        writer = gguf.GGUFWriter(temporary, "llama")
-        writer.add_context_length(config.block_size)
-        writer.add_embedding_length(config.n_embd)
-        writer.add_block_count(config.n_layer)
-        writer.add_feed_forward_length(config.width_of_mlp)
-        writer.add_head_count(config.n_head)
-        writer.add_head_count_kv(config.n_kv_head)
-        writer.add_rope_dimension_count(config.width_of_head)
-        writer.add_rope_freq_base(config.rope_theta)
-        writer.add_layer_norm_rms_eps(config.norm_eps)
-        writer.add_vocab_size(config.vocab_size)
-        writer.add_tokenizer_model("no_vocab")
-        for name, tensor in weights.items():
-            if name == "lm_head.weight" and config.tie_embeddings:
-                continue
-            if name.endswith(("q_proj.weight", "k_proj.weight")):
-                tensor = adjacent_pairs(tensor, config.n_head if "q_proj" in name else config.n_kv_head)
-            type_of = GGUF_TYPES[kind if tensor.dim() == 2 else "float32"]
-            array = tensor.detach().float().contiguous().numpy()
-            writer.add_tensor(gguf_name(name), gguf.quantize(array, type_of), raw_dtype=type_of)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-
-
-def gguf_name(name: str) -> str:
-    top = {"embed.weight": "token_embd.weight", "norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
-    if name in top:
-        return top[name]
-    _, layer, rest = name.split(".", 2)
-    return f"blk.{layer}.{GGUF_NAMES[rest.removesuffix('.weight')]}.weight"
-
-
 def write_folder(folder: Path, model: GPT, tokenizer: Tokenizer) -> None:
-    weights = model.state_dict()
-    stop = tokenizer.im_end_id
-    hf.save_folder(folder, model.config.to_dict(), weights, stage="base", step=0, stop_id=stop)
+    config, about = model.config.to_dict(), {"stage": "base", "step": 0}
+    hf.save_folder(folder, config, model.state_dict(), about, stop_id=tokenizer.im_end_id, pad_id=tokenizer.eot_id)
     tokenizer.save(folder, model.config.block_size)
 
 
@@ -148,13 +88,16 @@ def prepare(root: Path, config: GPTConfig, seed: int, kinds: Collection[str], co
     have = set(json.loads(done.read_text(encoding="utf-8"))) if done.exists() else set()
     if files <= have:
         return folder
-    tokenizer = Tokenizer.train(["the benchmark speaks in ids"], Tokenizer.MIN_VOCAB_SIZE)
+    tokenizer = Tokenizer.train(
+        ["the benchmark speaks in ids"] * 9, Tokenizer.MIN_VOCAB_SIZE + 4
+    )  # llama.cpp wants merges
     model = random_model(config, seed)
+    checkpoint = Checkpoint("base", config.to_dict(), model.state_dict(), tokenizer)
     if "hf" not in have:
         write_folder(folder / "hf", model, tokenizer)
     for kind in kinds:
         if f"{kind}.gguf" not in have:
-            write_gguf(folder / f"{kind}.gguf", config, model.state_dict(), kind)
+            gguf_file.save(folder / f"{kind}.gguf", checkpoint, GGUF_TYPES[kind])
     if "copying" in files - have:
         write_folder(folder / "copying", copying_model(config, seed), tokenizer)
     write_json(done, sorted(files | have))
