@@ -18,37 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as computed_again
 
-from pocketgpt import checkpoint, kernels, sampling
+from pocketgpt import checkpoint, hf, kernels, sampling
 from pocketgpt.errors import UserError
 
-# What makes each of the world's shapes, apart from its size.
+# What makes each of the world's shapes, apart from its size: the switches by which it is recognised, and its usual epsilon.
 PRESETS: dict[str, dict[str, Any]] = {
-    "gpt2": {
-        "position": "learned",
-        "norm": "layernorm",
-        "mlp": "gelu",
-        "qk_norm": False,
-        "bias": True,
-        "norm_eps": 1e-5,
-    },
-    "llama": {
-        "position": "rope",
-        "norm": "rmsnorm",
-        "mlp": "swiglu",
-        "qk_norm": False,
-        "bias": False,
-        "norm_eps": 1e-6,
-    },
-    "qwen2": {
-        "position": "rope",
-        "norm": "rmsnorm",
-        "mlp": "swiglu",
-        "qk_norm": False,
-        "bias": False,
-        "qkv_bias": True,
-        "norm_eps": 1e-6,
-    },
-    "qwen3": {"position": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": True, "bias": False, "norm_eps": 1e-6},
+    name: switches | {"norm_eps": 1e-5 if switches["norm"] == "layernorm" else 1e-6}
+    for name, switches in hf.SHAPES.items()
 }
 SWITCHES = {
     "position": ("rope", "learned"),

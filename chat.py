@@ -23,12 +23,11 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NoReturn
 
 from kv_cache import CachedGPT
 from pocketgpt import checkpoint
 from pocketgpt.device import pick_device
-from pocketgpt.errors import UserError, run
+from pocketgpt.errors import Parser, UserError, run
 from pocketgpt.files import write_text
 from pocketgpt.sampling import Settings
 from pocketgpt.session import Session
@@ -74,11 +73,6 @@ def main() -> None:
         chat.talk()
     else:
         chat.read(sys.stdin)
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; python {self.prog} --help lists the options")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

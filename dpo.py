@@ -34,7 +34,7 @@ from pocketgpt.errors import UserError, run
 from pocketgpt.files import write_text
 from pocketgpt.loss import IGNORE
 from pocketgpt.metrics import RunLog, console
-from pocketgpt.mixture import Mixture
+from pocketgpt.mixture import Mixture, Shuffled
 from pocketgpt.optim import OptimConfig
 from pocketgpt.packing import Example
 from pocketgpt.sampling import Settings
@@ -250,6 +250,7 @@ class PairRows:
             raise UserError(
                 f"no preference pair is left: {self.too_long} were longer than {block_size} tokens, the rest were equal or tied"
             )
+        self.shuffled = [Shuffled(members, seed) for members in self.sources]
         self.widths = np.array([max(map(len, sides)) for sides in zip(self.chosen, self.rejected, strict=True)])
         # The reference's log-probabilities of chosen and rejected, (2, pairs), filled in before training where the loss asks.
         self.reference: Tensor | None = None
@@ -277,14 +278,7 @@ class PairRows:
 
     def order(self, numbers: range) -> list[int]:
         """Which pairs stand at these places of the endless order: every epoch of a source has all of its pairs once."""
-        picks = [self.mixture.pick(number) for number in numbers]
-        epochs = {(source, number // len(self.sources[source])) for source, number in picks}
-        shuffled = {
-            (source, epoch): np.random.default_rng([self.seed, epoch]).permutation(self.sources[source])
-            for source, epoch in epochs
-        }
-        lengths = [len(pairs) for pairs in self.sources]
-        return [int(shuffled[s, n // lengths[s]][n % lengths[s]]) for s, n in picks]
+        return [self.shuffled[source].row(number) for source, number in map(self.mixture.pick, numbers)]
 
     def _batches(self, epoch: int, batch_size: int) -> list[np.ndarray]:
         """The pairs of an epoch, all of them once where there is one source, in batches of nearly equal size and like length, longest pair first.

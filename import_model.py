@@ -14,11 +14,10 @@ import importlib.util
 import re
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from base_model import GPT
 from pocketgpt import chat_template, checkpoint, gguf_file, hf
-from pocketgpt.errors import UserError, run
+from pocketgpt.errors import Parser, UserError, run
 from pocketgpt.files import fingerprint, reserve
 
 RESERVED = (*checkpoint.STAGES, "latest", "smoke")  # names that our own programs write to
@@ -74,11 +73,6 @@ def name_of(source: Path) -> str:
     """A folder name for the checkpoint: that of the source, in small letters."""
     name = source.stem if source.suffix == ".gguf" else source.resolve().name
     return re.sub(r"[^\w.-]+", "-", name.lower()).strip(".-") or "imported"
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; python import_model.py --help lists the options")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

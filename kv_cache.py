@@ -700,6 +700,13 @@ class CachedGPT(GPT):
         cache.advance(n)
         return hidden
 
+    def extend_rows(self, ids: Sequence[Sequence[int]], pool: BlockPool, rows: list[Row]) -> Tensor:
+        """`extend` for new ids of any lengths behind rows of a pool, padded at the left: (rows, longest, n_embd)."""
+        longest = max(map(len, ids))
+        pads = [longest - len(new) for new in ids]
+        padded = [[0] * pad + list(new) for pad, new in zip(pads, ids, strict=True)]
+        return self.extend(torch.tensor(padded, device=pool.kv.device), pool.join(rows, pads))
+
     @property
     def kv_place(self) -> tuple[torch.dtype, torch.device]:
         """Type and device of keys and values: those of the norms, which are never packed."""
@@ -787,10 +794,7 @@ class CachedGPT(GPT):
         # No row of a batch is short of blocks, and as no one waits for a first token, prompts are read many at once.
         longest = sorted(min(len(prompt) + max_new_tokens + 16, self.config.block_size + 16) for prompt in prompts)
         engine = Engine(self, pool_tokens=sum(longest[-batch_size:]), max_batch=batch_size, prefill_chunk=4096)
-        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # least padding
-        answers = {i: engine.add(requests[i]) for i in by_length}
-        engine.run()
-        return [answers[i].ids for i in range(len(prompts))]
+        return [answer.ids for answer in engine.answer_all(requests)]
 
 
 # --- the program ----------------------------------------------------------------------------------------------------
@@ -893,10 +897,8 @@ def prove(model: CachedGPT, reference: GPT, ids: Tensor, tolerance: float) -> li
     A large model rounds more: SmolLM2's logits without any cache are off by more than the tolerance, in float32 against
     float64. Where a difference exceeds it, up to ROUNDING times that much passes as rounding too, and is reported.
     """
-    exact: GPT | None = None
-    noise: dict[
-        bool, float
-    ] = {}  # of the float32 logits of full attention and of that of a window, where it was needed
+    exact: GPT | None = None  # both are made where they are needed
+    noise: dict[bool, float] = {}  # of the float32 logits, by whether attention sees a window
     vocab = reference.config.vocab_size
     batch = torch.cat((ids, ids.flip(1), (ids + 1) % vocab))
     # Rows of a ragged batch, padded on the left: each must equal itself alone.
@@ -925,10 +927,12 @@ def prove(model: CachedGPT, reference: GPT, ids: Tensor, tolerance: float) -> li
             allowed = tolerance
             if kind != "int8" and max(differences.values()) > tolerance:
                 exact = exact if exact is not None else in_float64(reference)
-                if (sees := kind == "sliding") not in noise:
+                if (window := kind == "sliding") not in noise:
                     pairs = ((full, ids), (full_batch, batch))
-                    noise[sees] = max(float((f.cpu() - full_pass(exact, x.cpu(), kind)).abs().max()) for f, x in pairs)
-                allowed = max(tolerance, ROUNDING * noise[sees])
+                    noise[window] = max(
+                        float((f.cpu() - full_pass(exact, x.cpu(), kind)).abs().max()) for f, x in pairs
+                    )
+                allowed = max(tolerance, ROUNDING * noise[window])
             for way, (right, got) in outputs.items():
                 agreement = float((right.argmax(-1) == got.argmax(-1)).float().mean())
                 results.append(

@@ -26,10 +26,10 @@ import dpo
 import pretrain
 import sft
 from base_model import GPTConfig
-from chat import PICTURES, Parser
+from chat import PICTURES
 from pocketgpt import checkpoint, config, shapes, sources
 from pocketgpt.corpus import prepare
-from pocketgpt.errors import UserError, run
+from pocketgpt.errors import Parser, UserError, run
 from pocketgpt.metrics import console
 from pocketgpt.packing import encode
 from pocketgpt.shapes import CHATS, PREFERENCES, Chat
@@ -87,9 +87,7 @@ def preferences(data: config.DataConfig, tok: Tokenizer, block: int) -> Iterator
         pair = shapes.preference(row, where)
         sides = {}
         for side in ("chosen", "rejected"):
-            example = dpo.PairRows.encode(tok, pair.prompt, getattr(pair, side))
-            ids = [int(example.inputs[0]), *example.inputs[1:].tolist(), int(example.targets[-1])]
-            sides[side] = ids, [False, *(example.targets >= 0).tolist()]
+            sides[side] = dpo.marked(tok, pair.prompt, getattr(pair, side))
         dropped = (
             "chosen equals rejected"
             if pair.chosen == pair.rejected

@@ -149,6 +149,13 @@ class Engine:
         while self.waiting or self.active:
             self.step()
 
+    def answer_all(self, requests: Sequence[Request]) -> list[Answer]:
+        """The answers to these, in their order. They join by length, so that those read together need little padding."""
+        by_length = sorted(range(len(requests)), key=lambda i: len(requests[i].ids))
+        answers = {i: self.add(requests[i]) for i in by_length}
+        self.run()
+        return [answers[i] for i in range(len(requests))]
+
     def cancel(self, answer: Answer) -> None:
         """End a request early, without a call of its on_token. Nothing happens if it has ended."""
         for job in self.waiting + self.active:
@@ -237,10 +244,8 @@ class Engine:
 
     def _read(self, jobs: list[Job], n: int) -> Tensor:
         """Run up to n tokens of each job: what the head reads of its last one, (jobs, n_embd)."""
-        pads = [max(0, n - job.todo) for job in jobs]
-        ids = [[0] * pad + job.ids[job.held.length : job.held.length + n] for job, pad in zip(jobs, pads, strict=True)]
-        cache = self.pool.join([job.held for job in jobs], pads)
-        hidden = self.model.extend(torch.tensor(ids, device=self.pool.kv.device), cache)[:, -1]
+        ids = [job.ids[job.held.length : job.held.length + n] for job in jobs]
+        hidden = self.model.extend_rows(ids, self.pool, [job.held for job in jobs])[:, -1]
         for job in jobs:
             self.pool.remember(job.held, job.ids)
         return hidden

@@ -1,5 +1,6 @@
 """One way to say that something the user gave us is wrong."""
 
+import argparse
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -7,6 +8,13 @@ from typing import NoReturn
 
 class UserError(Exception):
     """Bad input. The message is one line: what is wrong, where, and what to do about it."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Whose complaints are UserErrors too. Name the script in `prog`."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; python {self.prog} --help lists the options")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -102,9 +102,7 @@ def complete(
         Request(ids, new_tokens, settings, seed, ends, stop, hear)
         for ids, seed, stop in zip(prompts, seeds, stops, strict=True)
     ]
-    answers = {i: engine.add(requests[i]) for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i]))}
-    engine.run()
-    return [answers[i].text for i in range(len(prompts))]
+    return [answer.text for answer in engine.answer_all(requests)]
 
 
 @dataclass

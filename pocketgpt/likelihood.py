@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from pocketgpt.loss import IGNORE, linear_log_probs
 from pocketgpt.tokenizer import Tokenizer
@@ -218,22 +217,15 @@ def _score_part(
     pool = model.new_pool(blocks * BLOCK, BLOCK)
     rows = {i: pool.recall([]) for i in part}  # empty
 
-    def extend(ids: list[list[int]], held: list[Any]) -> Tensor:
-        """Run ids of any lengths behind their rows, padded at the left: (rows, longest, n_embd)."""
-        longest = max(map(len, ids))
-        pads = [longest - len(one) for one in ids]
-        padded = [[0] * pad + one for pad, one in zip(pads, ids, strict=True)]
-        return model.extend(torch.tensor(padded, device=device), pool.join(held, pads))
-
     # The last token of the context is left to the choices, which need what the head says after it.
     prefixes = [questions[i].context[:-1] for i in part]
     if any(prefixes):
-        extend(prefixes, [rows[i] for i in part])
+        model.extend_rows(prefixes, pool, [rows[i] for i in part])
     values: dict[tuple[int, int], float] = {}
     for group in groups:
         forks = [pool.fork(rows[i]) for i, _ in group]
         texts = [[questions[i].context[-1], *questions[i].choices[c]] for i, c in group]
-        hidden = extend([text[:-1] for text in texts], forks)
+        hidden = model.extend_rows([text[:-1] for text in texts], pool, forks)
         targets = torch.full(hidden.shape[:2], IGNORE, dtype=torch.long)
         for row, text in enumerate(texts):
             targets[row, 1 - len(text) :] = torch.tensor(text[1:])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
+Item = TypeVar("Item")
 T = TypeVar("T", covariant=True)
 BLOCK = 1024  # rows within which the shares hold to one row
 
@@ -18,6 +19,22 @@ class Rows(Protocol[T]):
     def row(self, number: int) -> T:
         """Row `number`, counted from 0."""
         ...
+
+
+class Shuffled(Generic[Item]):
+    """Items in an endless order: every epoch has all of them once, in an order that follows from seed and epoch."""
+
+    def __init__(self, items: Sequence[Item], seed: int) -> None:
+        self.items, self.seed = items, seed
+        self._order = lru_cache(maxsize=2)(self._epoch)  # two: a batch may lie across the border
+
+    def _epoch(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, epoch]).permutation(len(self.items))
+
+    def row(self, number: int) -> Item:
+        """Item `number` of the order, counted from 0."""
+        epoch, at = divmod(number, len(self.items))
+        return self.items[self._order(epoch)[at]]
 
 
 class Mixture:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from pocketgpt import chat_template
 from pocketgpt.errors import UserError
 from pocketgpt.loss import IGNORE
+from pocketgpt.mixture import Shuffled
 from pocketgpt.shapes import Chat
 from pocketgpt.tokenizer import Tokenizer
 
@@ -136,21 +136,17 @@ class PackedRows:
     """Training rows in random order; which ones a step sees is a pure function of seed and step."""
 
     def __init__(self, items: Sequence[Example], block_size: int, seed: int) -> None:
-        self.items, self.block_size, self.seed = items, block_size, seed
+        self.items, self.block_size = items, block_size
         order = np.random.default_rng(seed).permutation(len(items))
         # Packed once: who shares a row changes nothing, since they cannot see each other, and so every epoch has the same
         # number of rows.
         self.rows = [[int(order[i]) for i in row] for row in pack([len(items[i]) for i in order], block_size)]
         self.per_epoch = len(self.rows)
-        self._order = lru_cache(maxsize=2)(self._epoch)  # two: a batch may lie across the border
-
-    def _epoch(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, epoch]).permutation(self.per_epoch)
+        self.shuffled = Shuffled(self.rows, seed)
 
     def row(self, number: int) -> list[Example]:
         """What row `number` of the endless order holds."""
-        row = self._order(number // self.per_epoch)[number % self.per_epoch]
-        return [self.items[i] for i in self.rows[row]]
+        return [self.items[i] for i in self.shuffled.row(number)]
 
     def batch(self, step: int, batch_size: int) -> Packed:
         """The rows of a step, counted from 0."""
