@@ -16,7 +16,7 @@ from typing import Any
 
 from pocketgpt.chat_template import Message, check_messages
 from pocketgpt.errors import UserError
-from pocketgpt.sources import Row, text_of
+from pocketgpt.sources import Row, columns_of, text_of
 
 QUERY = ("query", "question")
 GOLD = ("gold", "answer", "label", "answerKey")
@@ -29,8 +29,7 @@ def _column(row: Row, names: Sequence[str], where: str, expected: str) -> str:
     for name in names:
         if row.get(name) is not None:
             return name
-    found = ", ".join(f"{name}{'' if value is not None else ' (null)'}" for name, value in row.items()) or "(none)"
-    raise UserError(f"{where}: found the columns {found}; expected {expected}")
+    raise UserError(f"{where}: found the columns {columns_of(row)}; expected {expected}")
 
 
 # --- multiple choice ------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from pocketgpt.chat_template import Message, check_messages
 from pocketgpt.errors import UserError
-from pocketgpt.sources import Row, as_text, text_of
+from pocketgpt.sources import Row, as_text, columns_of, text_of
 
 T = TypeVar("T")
 
@@ -209,13 +209,11 @@ def recognise(row: Row, where: str, table: Sequence[Shape[T]]) -> Shape[T]:
     for shape in table:
         if found.issuperset(shape.columns):
             return shape
-    named = ", ".join(str(name) if name in found else f"{name} (null)" for name in row) or "(none)"
     expected = ", or ".join(" and ".join(shape.columns) for shape in table)
     other, stage = (PREFERENCES, "dpo.py") if table is CHATS else (CHATS, "sft.py")
     fits = any(found.issuperset(shape.columns) for shape in other)
-    raise UserError(
-        f"{where}: found the columns {named}; expected {expected}" + (f"; {stage} takes this row" if fits else "")
-    )
+    advice = f"; {stage} takes this row" if fits else ""
+    raise UserError(f"{where}: found the columns {columns_of(row)}; expected {expected}{advice}")
 
 
 def read(row: Row, where: str, table: Sequence[Shape[T]]) -> T:

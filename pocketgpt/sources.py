@@ -115,6 +115,11 @@ def fingerprints(data: DataConfig) -> dict[str, str]:
         return {str(file.relative_to(root)): files.sha256_file(file) for file in _data_files(root, TEXT + ROWS + ARRAY)}
 
 
+def columns_of(row: Row) -> str:
+    """The names of a row's columns, for messages about it."""
+    return ", ".join(f"{name}{' (null)' if value is None else ''}" for name, value in row.items()) or "(none)"
+
+
 def text_of(row: Row, field: str, where: str) -> str:
     """The text in column `field` of a row. UserError if the column is missing or holds something else."""
     if field not in row:
