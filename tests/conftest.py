@@ -1,11 +1,15 @@
 """What all tests share."""
 
+import os
+
 import pytest
 import torch
 
 from pocketgpt.tokenizer import Tokenizer
 
-torch.set_num_threads(1)  # results do not depend on the machine's cores, and parallel test runs do not crowd it
+# Results do not depend on the machine's cores, and tests that run side by side do not crowd it; nor do the programs they start.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TEXT = """\
 The lighthouse keeper climbed the narrow stairs every evening and lit the lamp before the boats came home.
