@@ -93,5 +93,5 @@ lint: $(DEV)  ## ruff and mypy
 clean:  ## remove what the stages made, not .venv and not your own files
 	rm -rf data/cache data/shakespeare data/instruct checkpoints/smoke checkpoints/latest
 	rm -rf $(foreach stage,base sft control dpo,checkpoints/$(stage) checkpoints/*_$(stage).*) checkpoints/*kv_cache.* checkpoints/pairs_*.jsonl checkpoints/results.json
-	rm -rf checkpoints/report.html checkpoints/tensorboard
+	rm -rf $(foreach stage,sft control dpo,checkpoints/$(stage)_lora) checkpoints/report.html checkpoints/tensorboard
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage* checkpoints/.lock

@@ -393,10 +393,9 @@ class GPT(nn.Module):
 
         Six per matrix weight that a token meets (Kaplan et al. 2020), plus attention, which sees half of the context on
         average: two products of 2 x length/2 x n_head x head_dim, three times over for forward and backward. The head
-        runs on the supervised share of the tokens only.
+        runs on the supervised share of the tokens only. A frozen weight has no gradient of its own, and costs four.
         """
         c = self.config
-        matrices = (
-            sum(p.numel() for p in self.blocks.parameters() if p.dim() == 2) + supervised * c.vocab_size * c.n_embd
-        )
-        return 6.0 * matrices + 6.0 * c.n_layer * c.n_head * c.width_of_head * length
+        matrices = [(p, 1.0) for p in self.blocks.parameters() if p.dim() == 2] + [(self.lm_head.weight, supervised)]
+        weights = sum((6.0 if p.requires_grad else 4.0) * share * p.numel() for p, share in matrices)
+        return weights + 6.0 * c.n_layer * c.n_head * c.width_of_head * length

@@ -28,7 +28,7 @@ from torch import Tensor
 from base_model import GPT
 from data import shakespeare
 from kv_cache import CachedGPT
-from pocketgpt import chat_template, checkpoint, config, evaluation, report, shapes, sources, tasks
+from pocketgpt import chat_template, checkpoint, config, evaluation, lora, report, shapes, sources, tasks
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError, run
 from pocketgpt.files import write_text
@@ -36,7 +36,7 @@ from pocketgpt.loss import IGNORE
 from pocketgpt.metrics import RunLog, console
 from pocketgpt.mixture import Mixture, Shuffled
 from pocketgpt.optim import OptimConfig
-from pocketgpt.packing import Example
+from pocketgpt.packing import Example, longest_allowed
 from pocketgpt.sampling import Settings
 from pocketgpt.tokenizer import Tokenizer
 from pocketgpt.trainer import Batch, Stage, TrainConfig, train
@@ -106,8 +106,10 @@ class Config:
     data: config.DataConfig
     optim: OptimConfig
     dpo: DPOConfig
+    lora: lora.LoRAConfig
     train: TrainConfig
     checkpoint: str
+    max_length: int
     out: str
     device: str
     log: str
@@ -347,6 +349,7 @@ def main() -> None:
     cfg = config.load("dpo", Config)
     cfg.train.check()
     cfg.optim.check()
+    cfg.lora.check()
     cfg.dpo.check()
     if cfg.train.compile:
         raise UserError(
@@ -366,10 +369,17 @@ def main() -> None:
     device = machine.pick_device(cfg.device)
     dtype, why = machine.pick_dtype(cfg.train.dtype, device)
     model = GPT.from_loaded(loaded, device)
+    start = loaded.digest
+    lora.attach(model, model.config.to_dict(), cfg.lora, cfg.train.seed)
+    if cfg.lora.rank:  # a second copy of the adapters to start from again, not of the model
+        loaded.state_dict = {name: tensor.clone() for name, tensor in lora.trained(model).items()}
+    block = longest_allowed(model.config.block_size, cfg.max_length)
     model.recompute = cfg.train.recompute
     cached = CachedGPT.sharing(model)
     log = RunLog(out, "dpo", config.plain(cfg), cfg.log, cfg.train.resume)
     log.say(f"{machine.describe(device)}; {why}")
+    if cfg.lora.rank:
+        log.say(lora.describe(model, cfg.lora))
 
     dev: list[tasks.Item] = []  # held-out items of the paired families, each of them several times
     if cfg.data.kind == "onpolicy":
@@ -393,13 +403,13 @@ def main() -> None:
         write_text(out / f"pairs_{name}.jsonl", "".join(line + "\n" for line in lines))
     parts = cfg.data.parts()
     shares = [part.share for part in parts]
-    pairs = PairRows(tok, train_pairs, model.config.block_size, cfg.train.seed, shares)
+    pairs = PairRows(tok, train_pairs, block, cfg.train.seed, shares)
     for part, members in zip(parts, pairs.sources, strict=True):
         if not members:
-            raise UserError(f"{part.name}: none of its pairs fits into {model.config.block_size} tokens")
+            raise UserError(f"{part.name}: none of its pairs fits into {block} tokens")
         if len(parts) > 1:
             log.say(f"{part.share:.1%} of training from {part.name}, {len(members):,} pairs")
-    held = PairRows(tok, val_pairs, model.config.block_size, cfg.train.seed, shares)
+    held = PairRows(tok, val_pairs, block, cfg.train.seed, shares)
     dropped = ", ".join(f"{count} {what}" for what, count in counts.items())
     padding = pairs.padding(cfg.train.batch_size, cfg.train.micro_batch_size)
     log.say(
@@ -413,7 +423,7 @@ def main() -> None:
     def objective(policy: Tensor, reference: Tensor | None, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return preference_loss(cfg.dpo.loss, policy, reference, lengths, **numbers)
 
-    if cfg.dpo.loss not in REFERENCE_FREE:
+    if cfg.dpo.loss not in REFERENCE_FREE:  # adapters add nothing yet, and the reference is the model that is trained
         for rows in (pairs, held):
             rows.reference = rows.log_probs(model, dtype)
 
@@ -469,7 +479,7 @@ def main() -> None:
     share = sum(int((side.targets != IGNORE).sum()) for side in sides) / sum(map(len, sides))
     flops = model.flops_per_token(sum(map(len, sides)) // len(sides), share)
 
-    digests = {"start": loaded.digest, "pairs": sources.digest([vars(pair) for pair in train_pairs])}
+    digests = {"start": start, "pairs": sources.digest([vars(pair) for pair in train_pairs])}
     made_from = config.plain(cfg) | digests | {"files": sources.fingerprints(cfg.data)}
 
     def finish(name: str, stage_log: RunLog, batches: Callable[[int], list[Batch]], loss: Loss, lr: float) -> Path:
@@ -489,12 +499,14 @@ def main() -> None:
             [("preference_loss", f"{cfg.dpo.loss} loss (/pair)"), ("margin", "reward margin"), (monitor, monitor)]
         )
         log.say(f"{name}: {result.step} steps; best " + ", ".join(f"{k} {v:.3f}" for k, v in result.metrics.items()))
+        if cfg.lora.rank:
+            lora.save(out / f"{name}_lora", model, model.config.to_dict(), cfg.lora, loaded.folder)
         return checkpoint.save(
             out,
             checkpoint.Checkpoint(
                 name,
                 model.config.to_dict(),
-                model.state_dict(),
+                lora.merged(model),
                 tok,
                 result.step,
                 dict(result.metrics),
@@ -511,7 +523,7 @@ def main() -> None:
     log.say("control: plain fine-tuning on the chosen answers")
     control_log = RunLog(out, "control", config.plain(cfg), "none", cfg.train.resume)
     finish("control", control_log, chosen_only, likelihood, cfg.dpo.control_lr)
-    model.load_state_dict(loaded.state_dict)
+    lora.restore(model, loaded.state_dict)
     log.say("DPO")
     path = finish("dpo", log, batches, preference, cfg.train.lr)
     log.say(

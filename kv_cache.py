@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -633,12 +633,10 @@ class CachedGPT(GPT):
     @classmethod
     def sharing(cls, model: GPT) -> CachedGPT:
         """A cached view of a model: the same weights in the same memory, so that training it changes this one too."""
-        view = cls(model.config).to(model.embed.weight.device).eval()
-        view.load_state_dict(model.state_dict(), assign=True)
-        if model.config.tie_embeddings:  # assigned name by name, one weight became two parameters
-            view.lm_head.weight = view.embed.weight
-        view.n_tokens = model.n_tokens
-        return view
+        shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        view = copy.deepcopy(model, shared)  # the modules anew, adapters among them
+        view.__class__ = cls
+        return cast(CachedGPT, view.eval())
 
     @torch.no_grad()
     def pack(self, format: str) -> Self:

@@ -20,14 +20,14 @@ from torch import Tensor
 from base_model import GPT
 from data import shakespeare
 from kv_cache import CachedGPT
-from pocketgpt import checkpoint, config, evaluation, report, shapes, sources, tasks
+from pocketgpt import checkpoint, config, evaluation, lora, report, shapes, sources, tasks
 from pocketgpt import device as machine
 from pocketgpt.errors import run
 from pocketgpt.loss import IGNORE, linear_cross_entropy
 from pocketgpt.metrics import RunLog, console
 from pocketgpt.mixture import Mixture
 from pocketgpt.optim import OptimConfig
-from pocketgpt.packing import Example, PackedRows, attention_mask, examples, lay_out, pack, row_length
+from pocketgpt.packing import Example, PackedRows, attention_mask, examples, lay_out, longest_allowed, pack, row_length
 from pocketgpt.shapes import Chat
 from pocketgpt.trainer import Batch, Stage, TrainConfig, compiled, train
 
@@ -38,8 +38,10 @@ class Config:
 
     data: config.DataConfig
     optim: OptimConfig
+    lora: lora.LoRAConfig
     train: TrainConfig
     checkpoint: str
+    max_length: int
     out: str
     device: str
     log: str
@@ -88,6 +90,7 @@ def main() -> None:
     cfg = config.load("sft", Config)
     cfg.train.check()
     cfg.optim.check()
+    cfg.lora.check()
     cfg.data.check(("instruct", "mine", "hub"))
     parts = cfg.data.parts()
     out = Path(cfg.out)
@@ -98,8 +101,10 @@ def main() -> None:
     device = machine.pick_device(cfg.device)
     dtype, why = machine.pick_dtype(cfg.train.dtype, device)
     model = GPT.from_loaded(loaded, device)
+    start, loaded.state_dict = loaded.digest, {}  # the model has the weights: no second copy in memory
+    lora.attach(model, model.config.to_dict(), cfg.lora, cfg.train.seed)
     cached = CachedGPT.sharing(model)
-    block = model.config.block_size
+    block = longest_allowed(model.config.block_size, cfg.max_length)
     with console.status("encoding the conversations"):
         encoded = [examples(tok, chats, block, "training") for chats in train_chats]
         train_examples = [example for found, _ in encoded for example in found]
@@ -114,6 +119,8 @@ def main() -> None:
     supervised = sum(int((e.targets != IGNORE).sum()) for e in train_examples)
     read = sum(len(e) for e in train_examples)
     log.say(f"{machine.describe(device)}; {why}")
+    if cfg.lora.rank:
+        log.say(lora.describe(model, cfg.lora))
     log.say(
         f"{len(train_examples):,} conversations, {read:,} tokens, {supervised / read:.0%} of them supervised, in "
         f"{n_rows:,} rows of {length} filled to {read / n_rows / length:.1%}; {too_long} too long for {block} tokens, dropped"
@@ -156,7 +163,7 @@ def main() -> None:
         return f"user: {question[-1]['content']}\nassistant: {answer}"
 
     stage = Stage("sft", batches, loss, evaluate, sample, model.flops_per_token(length, supervised / read))
-    digests = {"start": loaded.digest, "conversations": sources.digest(train_chats)}
+    digests = {"start": start, "conversations": sources.digest(train_chats)}
     stage.made_from = config.plain(cfg) | digests | {"files": sources.fingerprints(cfg.data)}
     config.save(cfg, out / "config_sft.yaml")
     result = train(model, stage, cfg.train, cfg.optim, out, log)
@@ -166,7 +173,7 @@ def main() -> None:
         checkpoint.Checkpoint(
             "sft",
             model.config.to_dict(),
-            model.state_dict(),
+            lora.merged(model),
             tok,
             result.step,
             result.metrics | {"tokens_per_s": result.tokens_per_s},
@@ -180,6 +187,9 @@ def main() -> None:
         f"{result.step} steps at {result.tokens_per_s:,.0f} tokens/s; "
         + ", ".join(f"{k} {v:.3f}" for k, v in result.metrics.items())
     )
+    if cfg.lora.rank:
+        folder = lora.save(out / "sft_lora", model, model.config.to_dict(), cfg.lora, loaded.folder)
+        log.say(f"adapters {folder}, for {loaded.folder}; the checkpoint has them merged")
     log.say(f"checkpoint {path}, folder {out / 'sft'}, metrics {log.path}, plot {plot}, report {report.refresh(out)}")
     log.say("next: make dpo (prefer its better answers), make chat (talk to it)")
     log.close()

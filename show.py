@@ -31,7 +31,7 @@ from pocketgpt import checkpoint, config, shapes, sources
 from pocketgpt.corpus import prepare
 from pocketgpt.errors import Parser, UserError, run
 from pocketgpt.metrics import console
-from pocketgpt.packing import encode
+from pocketgpt.packing import encode, longest_allowed
 from pocketgpt.shapes import CHATS, PREFERENCES, Chat
 from pocketgpt.tokenizer import Tokenizer
 
@@ -236,7 +236,7 @@ def reader(path: str, default: Path) -> tuple[Tokenizer, int]:
     if path or default.exists():
         loaded = checkpoint.load(path or default)
         return loaded.tokenizer, GPTConfig.from_dict(loaded.config, str(default)).block_size
-    console.print(f"no {default} yet: every byte is shown as a token, and no row is too long", markup=False)
+    console.print(f"no {default} yet: every byte is shown as a token", markup=False)
     return Tokenizer.train([], Tokenizer.MIN_VOCAB_SIZE), sys.maxsize
 
 
@@ -267,6 +267,7 @@ def main() -> None:
     cfg = config.load(stage, schema, settings)
     cfg.data.check(kinds)
     tok, block = reader(cfg.checkpoint, Path(cfg.out) / start)
+    block = longest_allowed(block, cfg.max_length)
     console.print(legend())
     for part in cfg.data.parts():
         show_source(part, read(part.data, tok, block), tok, options.rows, block)

@@ -77,6 +77,11 @@ class Checkpoint:
             total.update(raw_bytes(tensor))
         return total.hexdigest()
 
+    @property
+    def folder(self) -> Path:
+        """Where it lies in Hugging Face form: itself, or the folder that its stage wrote beside it."""
+        return self.path.parent / self.stage if self.path.suffix == ".pt" else self.path
+
 
 def raw_bytes(tensor: Tensor) -> memoryview:
     """What a tensor of any type and shape holds, for digests."""

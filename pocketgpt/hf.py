@@ -271,6 +271,17 @@ def to_gpt2(name: str) -> str:
     return f"transformer.{GPT2_NAMES[module]}.{kind}"
 
 
+def module_name(kind: str, module: str) -> str:
+    """Their name of a layer of our blocks; GPT-2 keeps queries, keys and values in one."""
+    if kind == "pocketgpt":
+        return module
+    if kind != "gpt2":
+        return to_llama(module)
+    _, layer, rest = module.split(".", 2)
+    rest = re.sub(r"attn\.[qkv]_proj", "attn.c_attn", rest)
+    return f"transformer.h.{layer}.{GPT2_NAMES.get(rest, rest)}"
+
+
 def from_names(name: str, names: dict[str, str]) -> str:
     """Their name -> ours, by the longest of their names that ends or fills it; itself when there is none."""
     for ours, theirs in sorted(names.items(), key=lambda pair: -len(pair[1])):

@@ -29,7 +29,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     The gradient of a sum of cross-entropies is softmax minus one-hot, times what comes from above, so the forward pass
     computes it where the logits are at hand, and the backward pass only scales it (Wijmans et al. 2024 and Liger Kernel
-    do the same). Logits are float32 for the softmax whatever the matrix products use.
+    do the same). Logits are float32 for the softmax whatever the matrix products use. A frozen head has no gradient.
     """
 
     @staticmethod
@@ -37,7 +37,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         weight_low = weight.to(dtype)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         size = CHUNK[hidden.device.type]
         for start in range(0, hidden.size(0), size):
             rows = slice(start, start + size)
@@ -54,7 +54,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             p.scatter_add_(-1, wanted, torch.full_like(chosen, -1.0))
             p = whole(p.to(dtype))
             grad_hidden[rows] = (p @ weight_low)[: len(wanted)]
-            grad_weight += (p.T @ h).to(weight.dtype)
+            if grad_weight is not None:
+                grad_weight += (p.T @ h).to(weight.dtype)
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total
 
@@ -62,7 +63,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = grads
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * scale, grad_weight * scale, None, None
+        return grad_hidden * scale, grad_weight * scale if grad_weight is not None else None, None, None
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:

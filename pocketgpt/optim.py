@@ -45,12 +45,15 @@ class OptimConfig:
 
 
 def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter], list[nn.Parameter]]:
-    """Every parameter in exactly one group: block matrices, other matrices (embeddings, head), vectors (norms, biases)."""
+    """Every parameter that is trained in exactly one group: block matrices, other matrices (embeddings, head, adapters),
+    vectors (norms, biases)."""
     blocks, other, vectors = [], [], []
     for name, parameter in model.named_parameters():  # a tied weight comes once
+        if not parameter.requires_grad:
+            continue
         if parameter.dim() < 2:
             vectors.append(parameter)
-        elif name.startswith("blocks."):
+        elif name.startswith("blocks.") and not name.endswith((".lora_A", ".lora_B")):
             blocks.append(parameter)
         else:
             other.append(parameter)
@@ -152,11 +155,12 @@ class Optimizer:
             fused=True,
         )
         self.parts: list[torch.optim.Optimizer] = [adamw]
-        if muon:
+        if muon and blocks:
             settings = (config.muon_lr, config.muon_momentum, config.weight_decay, config.muon_warmup)
             self.parts.append(Muon(blocks, *settings))
         held = [id(p) for part in self.parts for group in part.param_groups for p in group["params"]]
-        assert sorted(held) == sorted(map(id, model.parameters())), "every parameter is in exactly one group"
+        trained = [id(p) for p in model.parameters() if p.requires_grad]
+        assert sorted(held) == sorted(trained), "every parameter is in exactly one group"
         self.base = [[group["lr"] for group in part.param_groups] for part in self.parts]
         self.cautious = [[0.0] * len(part.param_groups) for part in self.parts]  # decay that is ours and not theirs
         if config.cautious:

@@ -102,6 +102,17 @@ def lay_out(rows: Sequence[Sequence[Example]], length: int) -> Packed:
     return Packed(*map(torch.from_numpy, (inputs, targets, positions, segments)))
 
 
+def longest_allowed(block_size: int, max_length: int) -> int:
+    """The most tokens of an example: those that the model takes, or max_length where that is less and not 0.
+
+    Raises:
+        UserError: if max_length is negative.
+    """
+    if max_length < 0:
+        raise UserError(f"max_length is {max_length}: it must be at least 1, or 0 for as many as the model takes")
+    return min(block_size, max_length or block_size)
+
+
 def row_length(items: Sequence[Example], block_size: int) -> int:
     """Tokens per row: as few as hold the longest example, in steps of 128 up to block_size, because attention inside a row
     costs its square, and examples do not see each other anyway."""

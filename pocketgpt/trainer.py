@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pocketgpt import checkpoint, kernels, optim
+from pocketgpt import checkpoint, kernels, lora, optim
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError, is_out_of_memory
 from pocketgpt.metrics import RunLog
@@ -298,7 +298,7 @@ def train(
         gc.unfreeze()
         log.stop()
     if state.best_weights is not None and state.best_metrics is not None:
-        model.load_state_dict(state.best_weights)
+        lora.restore(model, state.best_weights)
         state.last_metrics = state.best_metrics
     model.eval()
     save_resume(resume_path, model, optimizer, stage, state)
@@ -402,7 +402,7 @@ def evaluate(model: nn.Module, stage: Stage, state: State, log: RunLog) -> None:
     if stage.monitor is not None and state.last_metrics[stage.monitor] > state.best:
         state.best = state.last_metrics[stage.monitor]
         state.best_metrics = state.last_metrics
-        state.best_weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        state.best_weights = {name: tensor.detach().clone() for name, tensor in lora.trained(model).items()}
 
 
 def skip(stage: Stage, state: State, batches: list[Batch], log: RunLog) -> None:
@@ -426,7 +426,7 @@ def previous(path: Path) -> Path:
 def save_resume(path: Path, model: nn.Module, optimizer: optim.Optimizer, stage: Stage, state: State) -> None:
     contents = {
         "made_from": stage.made_from,
-        "model": model.state_dict(),
+        "model": lora.trained(model),
         "optimizer": optimizer.state_dict(),
         "state": vars(state),
     }
@@ -458,7 +458,7 @@ def load_resume(path: Path, model: nn.Module, optimizer: optim.Optimizer, log: R
                 raise TypeError(f"{name} is {getattr(state, name)!r}")
         for weights in (state.best_weights, raw["model"]):
             if weights is not None:
-                model.load_state_dict(weights)
+                lora.restore(model, weights)
                 if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
                     raise ValueError("NaN or infinity in the weights")
         optimizer.load_state_dict(raw["optimizer"])
