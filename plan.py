@@ -20,7 +20,7 @@ from torch import nn
 import base_model
 from base_model import GPT, GPTConfig
 from kv_cache import kv_cache_bytes
-from pocketgpt import config, plan
+from pocketgpt import config, loss, plan
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError, run
 from pocketgpt.optim import OptimConfig
@@ -114,10 +114,9 @@ def make_plan(cfg: Config, number: int, kind: str, gpu: plan.Gpu) -> Plan:
     dtype = machine.pick_dtype(cfg.train.dtype, torch.device("cpu"))[0]
     with torch.device("meta"):
         model = GPT(shape)
-    # Kernels differ in what they keep: a GPU's are counted where there is one. The processor's own way with short
-    # contexts in bfloat16 keeps all scores, which no GPU does.
     device = "cuda" if kind != "cpu" and torch.cuda.is_available() else "cpu"
-    base_model.PLAIN_KEYS = base_model.PLAIN_KEYS if kind == "cpu" else 0
+    if kind != "cpu":  # what the code does otherwise on a processor: all scores of short contexts, small chunks of logits
+        base_model.PLAIN_KEYS, loss.CHUNK["cpu"] = 0, loss.CHUNK["cuda"]
 
     def network() -> nn.Module:
         network = GPT(shape).train()
@@ -177,7 +176,7 @@ def show(cfg: Config, p: Plan) -> None:
     c, m = p.model.config, p.memory
     length = c.block_size
     flops = p.model.flops_per_token(length)
-    ranks = "rank" if p.number == 1 else f"each of {p.number} ranks ({cfg.parallel})"
+    ranks = "one rank" if p.number == 1 else f"each of {p.number} ranks ({cfg.parallel})"
     print(
         f"model      {c.n_layer} layers x {c.n_embd}, {c.n_head} heads of {c.width_of_head} on {c.n_kv_head} for keys and values, "
         f"MLP {c.width_of_mlp}, {c.vocab_size:,} entries, context {length:,}"
@@ -185,7 +184,7 @@ def show(cfg: Config, p: Plan) -> None:
     parts = ", ".join(f"{name} {human(n, '')}" for name, n in parameters_by_part(p.model).items() if n)
     print(f"parameters {human(p.model.n_parameters(), '')}: {parts}")
     print(f"work       {human(flops, 'FLOP')} per token, {human(flops * p.tokens, 'FLOP')} for {human(p.tokens, 'tokens')}")
-    print(f"memory     of the {ranks}, {p.rows} sequences at once, {cfg.train.dtype}, recompute {str(cfg.train.recompute).lower()}:")
+    print(f"memory     of {ranks}, {p.rows} sequences at once, {cfg.train.dtype}, recompute {str(cfg.train.recompute).lower()}:")
     named = ("weights", "gradients", "optimizer", "activations", "logits")
     print("           " + ", ".join(f"{name} {human(getattr(m, name))}" for name in named))
     print(
@@ -195,12 +194,12 @@ def show(cfg: Config, p: Plan) -> None:
     if not p.fits:
         print(f"           DOES NOT FIT: {advice(cfg, p)}")
     share = f"{cfg.mfu:.0%} of {p.number} x {human(p.gpu.flops, 'FLOP/s')}"
-    print(f"time       {human(p.tokens_per_s, 'tokens/s')} at {share}: {duration(p.hours)}, {p.number * p.hours:,.3g} GPU hours")
+    print(f"time       {human(p.tokens_per_s, 'tokens/s')} at {share}: {duration(p.hours)}, {p.number * p.hours:,.4g} GPU hours")
     print(f"cost       {p.number * p.hours * cfg.price:,.2f} at {cfg.price:g} per GPU and hour")
     requests = cfg.serve.batch_size
     print(
         f"served     bfloat16: weights {human(p.served_bytes)}, cache {human(p.cache_bytes / length)} per token and "
-        f"{human(p.cache_bytes)} per full context; at most {decode_ceiling(p, requests):,.3g} tokens/s for "
+        f"{human(p.cache_bytes)} per full context; at most {decode_ceiling(p, requests):,.0f} tokens/s for "
         f"{requests} such request{'s' * (requests > 1)} on one {p.kind}, at {human(p.gpu.bandwidth, 'B/s')}"
     )
 
@@ -217,7 +216,10 @@ def advice(cfg: Config, p: Plan) -> str:
 
 
 def duration(hours: float) -> str:
-    return f"{hours / 24:,.3g} days" if hours >= 48 else f"{hours:.3g} hours" if hours >= 1 else f"{60 * hours:.3g} minutes"
+    for size, unit in ((24, "days"), (1, "hours"), (1 / 60, "minutes")):
+        if hours >= 2 * size:
+            return f"{hours / size:,.3g} {unit}"
+    return f"{3600 * hours:.2g} seconds"
 
 
 def table(cfg: Config, number: int, kind: str, gpu: plan.Gpu) -> None:
@@ -229,13 +231,13 @@ def table(cfg: Config, number: int, kind: str, gpu: plan.Gpu) -> None:
         overrides = [f"model={size}"]
         sized = replace(cfg, model=config.load("plan", Config, overrides).model)
         p = make_plan(sized, number, kind, gpu)
-        one = make_plan(replace(sized, train=replace(cfg.train, micro_batch_size=1)), number, kind, gpu)
+        one = p if p.rows == 1 else make_plan(replace(sized, train=replace(cfg.train, micro_batch_size=1)), number, kind, gpu)
         c = p.model.config
         print(
             f"| `{size}` | {human(p.model.n_parameters(), '')} | {c.n_layer} x {c.n_embd} | {c.block_size:,} | {human(p.tokens, '')} | "
             f"{human(p.model.flops_per_token(c.block_size) * p.tokens, '')} | {human(one.memory.total)} | "
             f"{p.rows if p.fits else 'does not fit'} | {duration(p.hours)} | {p.number * p.hours * cfg.price:,.2f} | "
-            f"{human(p.served_bytes)} | {decode_ceiling(p, cfg.serve.batch_size):,.3g} tokens/s |"
+            f"{human(p.served_bytes)} | {decode_ceiling(p, cfg.serve.batch_size):,.0f} tokens/s |"
         )
 
 

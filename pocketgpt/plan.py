@@ -202,12 +202,17 @@ def executed_flops(model: Any, length: int, recompute: bool | str) -> float:
 
 
 def largest_that_fits(batch_size: int, budget: float, memory: Callable[[int], Memory]) -> tuple[int, Memory]:
-    """The largest divisor of the batch whose planned memory is within the budget (bytes); 1 when none is."""
-    for rows in (d for d in range(batch_size, 0, -1) if batch_size % d == 0):
-        planned = memory(rows)
-        if planned.total <= budget or rows == 1:
-            break
-    return rows, planned
+    """The largest divisor of the batch whose planned memory is within the budget (bytes); 1 when none is.
+
+    Memory grows with the sequences by a straight line at first and never less steeply later, so a line through 1 and 2
+    tells what is certainly too much, and only the rest is counted.
+    """
+    one, two = memory(1), memory(2) if batch_size > 1 else None
+    if two is not None:
+        for rows in (d for d in range(batch_size, 1, -1) if batch_size % d == 0):
+            if one.total + (rows - 1) * (two.total - one.total) <= budget and (planned := memory(rows)).total <= budget:
+                return rows, planned
+    return 1, one
 
 
 def human(number: float, unit: str = "B") -> str:
