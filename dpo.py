@@ -28,7 +28,7 @@ from torch import Tensor
 from base_model import GPT
 from data import shakespeare
 from kv_cache import CachedGPT
-from pocketgpt import chat_template, checkpoint, config, evaluation, report, shapes, sources, tasks
+from pocketgpt import chat_template, checkpoint, config, evaluation, plan, report, shapes, sources, tasks
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError, run
 from pocketgpt.files import write_text
@@ -367,9 +367,12 @@ def main() -> None:
     dtype, why = machine.pick_dtype(cfg.train.dtype, device)
     model = GPT.from_loaded(loaded, device)
     model.recompute = cfg.train.recompute
+    fits = plan.set_micro_batch(model, cfg.train, cfg.optim, model.config.block_size, dtype, rows_each=2)
     cached = CachedGPT.sharing(model)
     log = RunLog(out, "dpo", config.plain(cfg), cfg.log, cfg.train.resume)
     log.say(f"{machine.describe(device)}; {why}")
+    if fits:
+        log.say(fits)
 
     dev: list[tasks.Item] = []  # held-out items of the paired families, each of them several times
     if cfg.data.kind == "onpolicy":

@@ -73,7 +73,9 @@ class Config:
         if self.price < 0 or self.data.tokens < 0:
             raise UserError(f"price={self.price} and data.tokens={self.data.tokens} must be 0 or above")
         if min(self.train.batch_size, self.serve.batch_size, self.train.micro_batch_size + 1) < 1:
-            raise UserError("train.batch_size and serve.batch_size must be 1 or above, train.micro_batch_size 0 or above")
+            raise UserError(
+                "train.batch_size and serve.batch_size must be 1 or above, train.micro_batch_size 0 or above"
+            )
         if self.train.dtype not in ("float32", "bfloat16"):
             raise UserError(f"train.dtype={self.train.dtype}: choose float32 or bfloat16")
         if self.train.recompute not in (False, True, "selective"):
@@ -115,7 +117,9 @@ def make_plan(cfg: Config, number: int, kind: str, gpu: plan.Gpu) -> Plan:
     with torch.device("meta"):
         model = GPT(shape)
     device = "cuda" if kind != "cpu" and torch.cuda.is_available() else "cpu"
-    if kind != "cpu":  # what the code does otherwise on a processor: all scores of short contexts, small chunks of logits
+    if (
+        kind != "cpu"
+    ):  # what the code does otherwise on a processor: all scores of short contexts, small chunks of logits
         base_model.PLAIN_KEYS, loss.CHUNK["cpu"] = 0, loss.CHUNK["cuda"]
 
     def network() -> nn.Module:
@@ -165,7 +169,13 @@ def parameters_by_part(model: GPT) -> dict[str, int]:
     for name, parameter in model.named_parameters():
         part = next(
             part
-            for part, mark in (("norms", "norm"), ("attention", ".attn."), ("MLP", ".mlp."), ("head", "lm_head"), ("embedding", ""))
+            for part, mark in (
+                ("norms", "norm"),
+                ("attention", ".attn."),
+                ("MLP", ".mlp."),
+                ("head", "lm_head"),
+                ("embedding", ""),
+            )
             if mark in name
         )
         parts[part] += parameter.numel()
@@ -183,8 +193,12 @@ def show(cfg: Config, p: Plan) -> None:
     )
     parts = ", ".join(f"{name} {human(n, '')}" for name, n in parameters_by_part(p.model).items() if n)
     print(f"parameters {human(p.model.n_parameters(), '')}: {parts}")
-    print(f"work       {human(flops, 'FLOP')} per token, {human(flops * p.tokens, 'FLOP')} for {human(p.tokens, 'tokens')}")
-    print(f"memory     of {ranks}, {p.rows} sequences at once, {cfg.train.dtype}, recompute {str(cfg.train.recompute).lower()}:")
+    print(
+        f"work       {human(flops, 'FLOP')} per token, {human(flops * p.tokens, 'FLOP')} for {human(p.tokens, 'tokens')}"
+    )
+    print(
+        f"memory     of {ranks}, {p.rows} sequences at once, {cfg.train.dtype}, recompute {str(cfg.train.recompute).lower()}:"
+    )
     named = ("weights", "gradients", "optimizer", "activations", "logits")
     print("           " + ", ".join(f"{name} {human(getattr(m, name))}" for name in named))
     print(
@@ -194,7 +208,9 @@ def show(cfg: Config, p: Plan) -> None:
     if not p.fits:
         print(f"           DOES NOT FIT: {advice(cfg, p)}")
     share = f"{cfg.mfu:.0%} of {p.number} x {human(p.gpu.flops, 'FLOP/s')}"
-    print(f"time       {human(p.tokens_per_s, 'tokens/s')} at {share}: {duration(p.hours)}, {p.number * p.hours:,.4g} GPU hours")
+    print(
+        f"time       {human(p.tokens_per_s, 'tokens/s')} at {share}: {duration(p.hours)}, {p.number * p.hours:,.4g} GPU hours"
+    )
     print(f"cost       {p.number * p.hours * cfg.price:,.2f} at {cfg.price:g} per GPU and hour")
     requests = cfg.serve.batch_size
     print(
@@ -224,14 +240,22 @@ def duration(hours: float) -> str:
 
 def table(cfg: Config, number: int, kind: str, gpu: plan.Gpu) -> None:
     """A line per size, each on the given GPUs."""
-    print(f"{number} x {kind}, {cfg.parallel}, {cfg.train.dtype}, recompute {str(cfg.train.recompute).lower()}, optimizer {cfg.optim.name}\n")
-    print("| model | parameters | layers x width | context | tokens | FLOP | memory at 1 sequence | sequences at once | training | cost | weights served | decode, at most |")
+    print(
+        f"{number} x {kind}, {cfg.parallel}, {cfg.train.dtype}, recompute {str(cfg.train.recompute).lower()}, optimizer {cfg.optim.name}\n"
+    )
+    print(
+        "| model | parameters | layers x width | context | tokens | FLOP | memory at 1 sequence | sequences at once | training | cost | weights served | decode, at most |"
+    )
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
     for size in SIZES:
         overrides = [f"model={size}"]
         sized = replace(cfg, model=config.load("plan", Config, overrides).model)
         p = make_plan(sized, number, kind, gpu)
-        one = p if p.rows == 1 else make_plan(replace(sized, train=replace(cfg.train, micro_batch_size=1)), number, kind, gpu)
+        one = (
+            p
+            if p.rows == 1
+            else make_plan(replace(sized, train=replace(cfg.train, micro_batch_size=1)), number, kind, gpu)
+        )
         c = p.model.config
         print(
             f"| `{size}` | {human(p.model.n_parameters(), '')} | {c.n_layer} x {c.n_embd} | {c.block_size:,} | {human(p.tokens, '')} | "

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from base_model import GPT, GPTConfig
 from data import shakespeare
-from pocketgpt import checkpoint, config, report, sources, tasks
+from pocketgpt import checkpoint, config, plan, report, sources, tasks
 from pocketgpt import device as machine
 from pocketgpt.corpus import Corpus, Documents, chain, prepare
 from pocketgpt.errors import run
@@ -116,11 +116,15 @@ def main() -> None:
     shape = GPTConfig.from_dict(cfg.model | {"vocab_size": corpus.tokenizer.vocab_size}, "configuration of pretrain")
     torch.manual_seed(cfg.train.seed)
     model = GPT(shape).to(device)
+    model.recompute = cfg.train.recompute
+    fits = plan.set_micro_batch(model, cfg.train, cfg.optim, shape.block_size, dtype)
     windows = [Windows(file, shape.block_size, cfg.train.seed) for file in corpus.train]
     mixture = Mixture([part.share for part in parts], cfg.train.seed)
 
     log = RunLog(out, "base", config.plain(cfg), cfg.log, cfg.train.resume)
     log.say(f"{machine.describe(device)}; {why}")
+    if fits:
+        log.say(fits)
     log.say(
         f"{sum(file.meta['bytes'] for file in corpus.train) / 1e6:.2f} MB to train on, {sum(map(len, corpus.train)):,} tokens; "
         f"{corpus.val.meta['bytes'] / 1e6:.2f} MB held out; model of {model.n_parameters() / 1e6:.2f} M parameters"
@@ -137,7 +141,6 @@ def main() -> None:
             for part in rows.split(cfg.train.micro_batch_size)
         ]
 
-    model.recompute = cfg.train.recompute
     hidden_states = compiled(model.hidden_states, cfg.train, device, log)
 
     def loss(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

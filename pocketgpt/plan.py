@@ -57,7 +57,9 @@ def this_processor() -> Gpu:
     cpu = torch.device("cpu")
     much = torch.ones(64 << 20)
     rate = max(machine.matmul_rate(cpu, dtype) for dtype in (torch.bfloat16, torch.float32))
-    return Gpu(rate, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), much.nbytes / machine.times(much.sum, cpu)[0])
+    return Gpu(
+        rate, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), much.nbytes / machine.times(much.sum, cpu)[0]
+    )
 
 
 def parse_gpus(text: str) -> tuple[int, str, Gpu]:
@@ -205,22 +207,52 @@ def largest_that_fits(batch_size: int, budget: float, memory: Callable[[int], Me
     """The largest divisor of the batch whose planned memory is within the budget (bytes); 1 when none is.
 
     Memory grows with the sequences by a straight line at first and never less steeply later, so a line through 1 and 2
-    tells what is certainly too much, and only the rest is counted.
+    tells what is certainly too much, and only the rest is counted. Not so the whole batch, which needs no accumulation.
     """
-    one, two = memory(1), memory(2) if batch_size > 1 else None
-    if two is not None:
-        for rows in (d for d in range(batch_size, 1, -1) if batch_size % d == 0):
-            if one.total + (rows - 1) * (two.total - one.total) <= budget and (planned := memory(rows)).total <= budget:
-                return rows, planned
+    one, two = memory(1), memory(2) if batch_size > 1 else memory(1)
+    for rows in (d for d in range(batch_size, 1, -1) if batch_size % d == 0):
+        line = one.total + (rows - 1) * (two.total - one.total)
+        if (line <= budget or rows == batch_size) and (planned := memory(rows)).total <= budget:
+            return rows, planned
     return 1, one
+
+
+def set_micro_batch(
+    model: Any, train: Any, optim_config: OptimConfig, length: int, dtype: torch.dtype, rows_each: int = 1
+) -> str:
+    """Where train.micro_batch_size is 0, set it to the most that fits into free memory. Returns what was done, in words.
+
+    train: the TrainConfig; length: tokens of the longest row; rows_each: rows of an item of the batch (a pair has 2).
+    """
+    if train.micro_batch_size:
+        return ""
+    device = next(model.parameters()).device
+
+    def network() -> nn.Module:
+        network = type(model)(model.config).train()
+        network.recompute = model.recompute
+        return network
+
+    def memory(items: int) -> Memory:
+        accumulate = items < train.batch_size
+        settings = {"dtype": dtype, "accumulate": accumulate, "device": device}
+        return step_memory(network, items * rows_each, length, optim_config, **settings)
+
+    there = sum(
+        tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]
+    )  # the weights have their place already
+    free = machine.free_memory(device)
+    train.micro_batch_size, planned = largest_that_fits(train.batch_size, SPARE * free + there, memory)
+    return (
+        f"train.micro_batch_size={train.micro_batch_size} of {train.batch_size}: planned {human(planned.total)}, "
+        f"{human(there)} of them there already, with {human(free)} free"
+    )
 
 
 def human(number: float, unit: str = "B") -> str:
     """1,234,000,000 -> 1.23 GB"""
-    for prefix in ("", "k", "M", "G", "T", "P", "E"):
-        if abs(number) < 999.5:
-            break
-        number /= 1000
-    else:
-        prefix = "Z"
+    prefixes = iter(("", "k", "M", "G", "T", "P", "E", "Z"))
+    prefix = next(prefixes)
+    while abs(number) >= 999.5 and prefix != "Z":
+        number, prefix = number / 1000, next(prefixes)
     return f"{number:.3g} {prefix}{unit}"

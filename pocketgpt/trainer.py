@@ -59,7 +59,11 @@ class TrainConfig:
             raise UserError(f"train.steps={self.steps} and train.minutes={self.minutes} must be 0 or above")
         if self.steps == self.minutes == 0:
             raise UserError("train.steps and train.minutes are both 0: the run needs an end, set one of them")
-        for key in ("batch_size", "micro_batch_size", "eval_every", "log_every"):
+        if self.micro_batch_size < 0:
+            raise UserError(
+                f"train.micro_batch_size is {self.micro_batch_size}: it must be 0 (chosen for you) or above"
+            )
+        for key in ("batch_size", "eval_every", "log_every"):
             if getattr(self, key) < 1:
                 raise UserError(f"train.{key} is {getattr(self, key)}: it must be at least 1")
         if not 0 < self.lr < math.inf:
@@ -291,9 +295,7 @@ def train(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(
-            f"{stage.name}: out of memory in step {state.step + 1}: try {smaller(config)}"
-        ) from error
+        raise UserError(f"{stage.name}: out of memory in step {state.step + 1}: try {smaller(config)}") from error
     finally:
         interrupt.restore()
         gc.unfreeze()
