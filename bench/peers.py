@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,8 @@ def common(spec: Spec, steps: int, lr: float, rows: int) -> dict[str, Any]:
 
 def trainer(spec: Spec) -> dict[str, Any]:
     """transformers' Trainer on windows of the corpus: AdamW, cosine by the clock, as the recipe of nanoGPT."""
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
     from transformers import AutoConfig as Shape
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
     cfg = config.load("pretrain", pretrain.Config, [*spec["data"], *spec["model"]])
     corpus = prepare(*pretrain.documents(cfg.data), cfg.vocab_size, Path(cfg.cache))
@@ -187,9 +188,7 @@ def supervised(spec: Spec) -> dict[str, Any]:
     per_step = round(len(train_examples) / n_rows * cfg.train.batch_size)  # as many as stand in a step of ours
 
     pairs = [encode(tok, chat) for chat in chats]
-    data = Dataset.from_list(
-        [{"input_ids": ids, "assistant_masks": [int(one) for one in mask]} for ids, mask in pairs]
-    )
+    data = Dataset.from_list([{"input_ids": ids, "assistant_masks": [int(one) for one in mask]} for ids, mask in pairs])
     model, tokenizer = load_start(spec["start"])
     watch = Watch()
     told = SFTConfig(
@@ -265,13 +264,13 @@ KINDS: dict[str, Callable[[Spec], dict[str, Any]]] = {
     "dpo": preferences,
 }
 
+NEEDS = {kind: ("transformers", "accelerate", *(() if kind == "trainer" else ("trl", "psutil"))) for kind in KINDS}
+
 
 def main() -> None:
     spec = json.loads(sys.argv[1])
-    try:
-        found = KINDS[spec["kind"]](spec)
-    except ImportError as error:
-        found = {"missing": f"{error.name or 'a package'} is not installed"}
+    missing = [name for name in NEEDS[spec["kind"]] if find_spec(name) is None]
+    found = {"missing": f"{', '.join(missing)} not installed"} if missing else KINDS[spec["kind"]](spec)
     print(json.dumps(found))
 
 
