@@ -51,20 +51,20 @@ class Watch:
 
         watch = self
 
-        class Callback(TrainerCallback):  # type: ignore[misc]  # transformers may be missing
+        class Callback(TrainerCallback):
             def on_train_begin(self, *_: Any, **__: Any) -> None:
                 watch.ends = [time.perf_counter()]
 
-            def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+            def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
                 watch.ends.append(time.perf_counter())
                 passed, last = watch.ends[-1] - watch.ends[0], watch.ends[-1] - watch.ends[-2]
                 control.should_training_stop |= passed + last > watch.seconds
 
-            def on_log(self, _: Any, state: Any, control: Any, logs: dict[str, float], **__: Any) -> None:
-                if "loss" in logs:
-                    watch.losses.append((state.global_step, float(logs["loss"])))
+            def on_log(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+                if "loss" in more["logs"]:
+                    watch.losses.append((state.global_step, float(more["logs"]["loss"])))
 
         return Callback()
 
@@ -118,7 +118,7 @@ def trainer(spec: Spec) -> dict[str, Any]:
             row = torch.from_numpy(windows.row(number))  # one token more than the block: it shifts the labels itself
             return {"input_ids": row, "labels": row}
 
-    class InOrder(Trainer):  # type: ignore[misc]
+    class InOrder(Trainer):
         def _get_train_sampler(self, *_: Any) -> Any:
             return None  # the windows are in random order already
 

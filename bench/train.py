@@ -18,7 +18,7 @@ held-out bits per byte are at most the baseline's is its time to that baseline. 
 quick=true has one seed and fits into `seconds`: a first short run of ours shows what a run costs beside its training, and the
 baselines get an equal part of what is left (some 35 s each on two cores; adamw half and hf a third of it). There bf16 is not
 compiled: compiling takes most of such a run, and the recipe without it is the stronger baseline. The goals' budgets are tried first,
-others while time is left. Held out are 20,000 tokens instead of 100,000.
+others while time is left. Held out are 10,000 tokens instead of 100,000.
 
 sft and dpo: sft.py and dpo.py beside trl's SFTTrainer and DPOTrainer, from the same model, on the same rows for as many steps; the seconds of
 the first step are left out, those of the reference's log-probabilities are not. The last line is one JSON object.
@@ -57,7 +57,7 @@ BASELINES = {"f32": 1 / 10, "bf16": 1 / 6, "adamw": 1 / 2.5}  # name -> the shar
 FRACTIONS = (1 / 20, 1 / 14, 1 / 10, 1 / 8, 1 / 6, 1 / 5, 1 / 4, 1 / 3, 1 / 2.5, 1 / 2, 1 / 1.5, 1)
 SFT_STEPS, DPO_STEPS, PAIRS = (60, 8), (30, 5), 32  # (full, quick); pairs per step, the default of dpo.py
 QUICK = {"hf": 1 / 3, "adamw": 1 / 2}  # what they get of the time of the other baselines
-STAGES_S = 70.0  # seconds of a quick run that sft and dpo take
+STAGES_S = 80.0  # seconds of a quick run that sft and dpo take
 
 
 @dataclass
@@ -170,7 +170,7 @@ class Bench:
         write_text(self.log, "")
         self.bf16 = device.pick_dtype("auto", self.device)[0] == torch.bfloat16
         self.data = ["data.generate=0", f"cache={self.work / 'cache'}"]
-        self.heldout = 20_000 if cfg.quick else 100_000
+        self.heldout = 10_000 if cfg.quick else 100_000
         self.rows: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.overhead = 0.0  # seconds that a run takes beside its training, at most so far
@@ -217,7 +217,12 @@ class Bench:
         return ([], why) if why else (read_jsonl(out / f"metrics_{stem}.jsonl"), "")
 
     def peer(self, kind: str, **spec: Any) -> dict[str, Any] | None:
-        common = {"kind": kind, "device": self.device.type, "work": str(self.work / "peer"), "data": self.data}
+        common: dict[str, Any] = {
+            "kind": kind,
+            "device": self.device.type,
+            "work": str(self.work / "peer"),
+            "data": self.data,
+        }
         common |= {"heldout": self.heldout, "step_tokens": self.step_tokens, "bf16": self.bf16, "seed": 1}
         said, why = self.call("peers.py", json.dumps(common | spec))
         found = json.loads(said.splitlines()[-1]) if said else {"missing": why}
@@ -414,7 +419,7 @@ class Bench:
         ][:total]
         path = self.work / "pairs.jsonl"
         write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-        keys = ["data=mine", f"data.path={path}", "data.val_fraction=0.2", "dpo.chosen_nll=0"]
+        keys = ["data=mine", f"data.path={path}", "data.val_fraction=0.2", "dpo.chosen_nll=0", "train.lr=0.001"]
         start = self.work / "sft" / "sft"
         if not start.exists():
             start = self.work / "start"
@@ -447,16 +452,14 @@ class Bench:
         found["mfu"] = middle([self.rate("ours", "mfu")])
         for name in ("sft", "dpo"):
             pair = stages.get(name)
-            theirs = pair and pair["trl"]
-            found[f"{name}_vs_trl"] = ratio(pair["ours"]["samples_per_s"], theirs["samples_per_s"]) if theirs else None
-            found[f"{name}_metric"] = (
-                {who: round(row["metric"], 3) for who, row in pair.items() if row} if pair else None
-            )
+            rows = {who: row for who, row in pair.items() if row} if pair else {}
+            found[f"{name}_vs_trl"] = ratio(*(rows.get(who, {}).get("samples_per_s") for who in ("ours", "trl")))
+            found[f"{name}_metric"] = {who: round(row["metric"], 3) for who, row in rows.items()} or None
         found["baseline_s"] = middle([self.rate("f32", "seconds")])
         found["bits_per_byte"] = {}
         for name in dict.fromkeys(row["contender"] for row in self.rows):
-            rows = [self.best(name, seed) for seed in self.seeds()]
-            found["bits_per_byte"][name] = [round(row["bits_per_byte"], 4) if row else None for row in rows]
+            best = [self.best(name, seed) for seed in self.seeds()]
+            found["bits_per_byte"][name] = [round(row["bits_per_byte"], 4) if row else None for row in best]
         found["quick"], found["machine"] = self.cfg.quick, device.describe(self.device)
         found["minutes"] = round((time.perf_counter() - self.began) / 60, 2)
         return found
