@@ -28,7 +28,7 @@ def losses(device: str, name: str, dtype: torch.dtype) -> list[float]:
         loss = linear_cross_entropy(hidden, model.lm_head.weight, ids[:, 1:], dtype) / ids[:, 1:].numel()
         loss.backward()
         optimizer.step(1.0)
-        found.append(float(loss))
+        found.append(float(loss.detach()))
     return found
 
 
