@@ -130,7 +130,7 @@ def write_shards(
     def write(end: tuple[int, int]) -> None:
         nonlocal parts, room, documents, text_bytes
         path = folder / f"{name}-{len(done):05d}.bin"
-        done.append(_write(path, np.concatenate(parts), tok, documents=documents, bytes=text_bytes, end=end))
+        done.append(_write(path, np.concatenate(parts), tok, documents=documents, bytes=text_bytes, end=[*end]))
         parts, room, documents, text_bytes = [], size, 0, 0
 
     if most is None or len(done) < most:
