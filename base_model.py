@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as computed_again
 
 from pocketgpt import checkpoint, hf, kernels, sampling
@@ -33,6 +35,18 @@ SWITCHES = {
 }
 
 PLAIN_KEYS = 1024  # up to here the scores of all heads may stand in memory
+
+# What selective gradient checkpointing keeps: matrix products and attention, which take nearly all of the time.
+KEPT = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+)
 
 # Takes the new keys and values of one layer, (B, n_kv_head, T, head_dim) each, and returns all that are to be attended.
 KeepKV = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -232,6 +246,10 @@ class MLP(nn.Module):
         return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
 
 
+def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 class Block(nn.Module):
     """Pre-norm transformer block."""
 
@@ -255,7 +273,9 @@ class GPT(nn.Module):
 
     cos: Tensor
     sin: Tensor
-    recompute = False  # gradient checkpointing (Chen et al. 2016): in training, keep only the input of every block
+    # Gradient checkpointing (Chen et al. 2016) in training. True: keep only the input of every block; "selective": keep the
+    # results of matrix products and attention as well (Korthikanti et al. 2022 choose what to keep by its cost, too).
+    recompute: bool | str = False
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -318,8 +338,13 @@ class GPT(nn.Module):
         x = self.drop(x)
         for layer, block in enumerate(self.blocks):
             inputs = (x, rope, mask, keep[layer] if keep is not None else None)
-            recompute = self.recompute and torch.is_grad_enabled()
-            x = computed_again(block, *inputs, use_reentrant=False) if recompute else block(*inputs)
+            if not (self.recompute and torch.is_grad_enabled()):
+                x = block(*inputs)
+            elif self.recompute == "selective":
+                kept = partial(create_selective_checkpoint_contexts, keep_products)
+                x = computed_again(block, *inputs, use_reentrant=False, context_fn=kept)
+            else:
+                x = computed_again(block, *inputs, use_reentrant=False)
         return self.norm(x)
 
     def forward(self, idx: Tensor) -> Any:  # a subclass returns its cache as well

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from torch import Tensor
 from base_model import GPT
 from data import shakespeare
 from kv_cache import CachedGPT
-from pocketgpt import chat_template, checkpoint, config, evaluation, lora, report, shapes, sources, tasks
+from pocketgpt import chat_template, checkpoint, config, evaluation, lora, plan, report, shapes, sources, tasks
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError, run
 from pocketgpt.files import write_text
@@ -375,11 +376,14 @@ def main() -> None:
         loaded.state_dict = {name: tensor.clone() for name, tensor in lora.trained(model).items()}
     block = longest_allowed(model.config.block_size, cfg.max_length)
     model.recompute = cfg.train.recompute
+    fits = plan.set_micro_batch(model, cfg.train, cfg.optim, model.config.block_size, dtype, rows_each=2)
     cached = CachedGPT.sharing(model)
     log = RunLog(out, "dpo", config.plain(cfg), cfg.log, cfg.train.resume)
     log.say(f"{machine.describe(device)}; {why}")
     if cfg.lora.rank:
         log.say(lora.describe(model, cfg.lora))
+    if fits:
+        log.say(fits)
 
     dev: list[tasks.Item] = []  # held-out items of the paired families, each of them several times
     if cfg.data.kind == "onpolicy":
@@ -424,8 +428,10 @@ def main() -> None:
         return preference_loss(cfg.dpo.loss, policy, reference, lengths, **numbers)
 
     if cfg.dpo.loss not in REFERENCE_FREE:  # adapters add nothing yet, and the reference is the model that is trained
-        for rows in (pairs, held):
-            rows.reference = rows.log_probs(model, dtype)
+        start_reference = time.perf_counter()
+        pairs.reference = pairs.log_probs(model, dtype)
+        log.record(reference_s=time.perf_counter() - start_reference)
+        held.reference = held.log_probs(model, dtype)
 
     def preference(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, targets, *reference = batch.inputs

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from base_model import GPT, GPTConfig
 from data import shakespeare
-from pocketgpt import checkpoint, config, report, sources, tasks
+from pocketgpt import checkpoint, config, plan, report, sources, tasks
 from pocketgpt import device as machine
 from pocketgpt.corpus import Corpus, Documents, chain, prepare
 from pocketgpt.errors import run
@@ -32,7 +32,7 @@ from pocketgpt.loss import linear_cross_entropy
 from pocketgpt.metrics import RunLog
 from pocketgpt.mixture import Mixture
 from pocketgpt.optim import OptimConfig
-from pocketgpt.token_files import Windows
+from pocketgpt.shards import open_shards
 from pocketgpt.trainer import Batch, Stage, TrainConfig, compiled, train
 
 
@@ -96,31 +96,40 @@ def source_documents(data: config.DataConfig) -> tuple[Documents, Documents, str
     return train_docs, val_docs, source
 
 
+def open_corpus(data: config.DataConfig, vocab_size: int, cache: Path) -> Corpus:
+    """The tokenizer and token files of a configuration: those in its folder of shards, or made under `cache`."""
+    return open_shards(Path(data.path)) if data.kind == "shards" else prepare(*documents(data), vocab_size, cache)
+
+
 def held_out(base: checkpoint.Checkpoint) -> Corpus:
     """The corpus that a base checkpoint was trained on, whose val split it has not seen."""
     data = config.DataConfig(**base.run_config["data"])
-    return prepare(*documents(data), base.run_config["vocab_size"], Path(base.run_config["cache"]))
+    return open_corpus(data, base.run_config["vocab_size"], Path(base.run_config["cache"]))
 
 
 def main() -> None:
     cfg = config.load("pretrain", Config)
     cfg.train.check()
     cfg.optim.check()
-    cfg.data.check(("shakespeare", "mine", "hub"))
+    cfg.data.check(("shakespeare", "mine", "hub", "shards"))
     parts = cfg.data.parts()
     out = Path(cfg.out)
     device = machine.pick_device(cfg.device)
     dtype, why = machine.pick_dtype(cfg.train.dtype, device)
 
-    corpus = prepare(*documents(cfg.data), cfg.vocab_size, Path(cfg.cache))
+    corpus = open_corpus(cfg.data, cfg.vocab_size, Path(cfg.cache))
     shape = GPTConfig.from_dict(cfg.model | {"vocab_size": corpus.tokenizer.vocab_size}, "configuration of pretrain")
     torch.manual_seed(cfg.train.seed)
     model = GPT(shape).to(device)
-    windows = [Windows(file, shape.block_size, cfg.train.seed) for file in corpus.train]
+    model.recompute = cfg.train.recompute
+    fits = plan.set_micro_batch(model, cfg.train, cfg.optim, shape.block_size, dtype)
+    windows = [source.windows(shape.block_size, cfg.train.seed) for source in corpus.train]
     mixture = Mixture([part.share for part in parts], cfg.train.seed)
 
     log = RunLog(out, "base", config.plain(cfg), cfg.log, cfg.train.resume)
     log.say(f"{machine.describe(device)}; {why}")
+    if fits:
+        log.say(fits)
     log.say(
         f"{sum(file.meta['bytes'] for file in corpus.train) / 1e6:.2f} MB to train on, {sum(map(len, corpus.train)):,} tokens; "
         f"{corpus.val.meta['bytes'] / 1e6:.2f} MB held out; model of {model.n_parameters() / 1e6:.2f} M parameters"
@@ -137,7 +146,6 @@ def main() -> None:
             for part in rows.split(cfg.train.micro_batch_size)
         ]
 
-    model.recompute = cfg.train.recompute
     hidden_states = compiled(model.hidden_states, cfg.train, device, log)
 
     def loss(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from base_model import GPT
 from data import shakespeare
 from kv_cache import CachedGPT
-from pocketgpt import checkpoint, config, evaluation, lora, report, shapes, sources, tasks
+from pocketgpt import checkpoint, config, evaluation, lora, plan, report, shapes, sources, tasks
 from pocketgpt import device as machine
 from pocketgpt.errors import run
 from pocketgpt.loss import IGNORE, linear_cross_entropy
@@ -115,12 +115,16 @@ def main() -> None:
         n_rows, too_long = sum(rows.per_epoch for rows in packed), sum(dropped for _, dropped in encoded)
     val_rows = [[val_examples[i] for i in row] for row in pack([len(e) for e in val_examples], length)]
 
+    model.recompute = cfg.train.recompute
+    fits = plan.set_micro_batch(model, cfg.train, cfg.optim, length, dtype)
     log = RunLog(out, "sft", config.plain(cfg), cfg.log, cfg.train.resume)
     supervised = sum(int((e.targets != IGNORE).sum()) for e in train_examples)
     read = sum(len(e) for e in train_examples)
     log.say(f"{machine.describe(device)}; {why}")
     if cfg.lora.rank:
         log.say(lora.describe(model, cfg.lora))
+    if fits:
+        log.say(fits)
     log.say(
         f"{len(train_examples):,} conversations, {read:,} tokens, {supervised / read:.0%} of them supervised, in "
         f"{n_rows:,} rows of {length} filled to {read / n_rows / length:.1%}; {too_long} too long for {block} tokens, dropped"
@@ -137,7 +141,6 @@ def main() -> None:
         )
         return [Batch(part, int((part[1] != IGNORE).sum()), int((part[3] >= 0).sum())) for part in parts]
 
-    model.recompute = cfg.train.recompute
     hidden_states = compiled(model.hidden_states, cfg.train, device, log)
 
     def loss(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

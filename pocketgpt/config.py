@@ -55,6 +55,8 @@ class DataConfig:
             raise UserError(f"data.kind is {self.kind!r}: this stage takes {', '.join(kinds)}")
         if self.kind == "mine" and not self.path:
             raise UserError("data=mine needs data.path=FILE_OR_FOLDER")
+        if self.kind == "shards" and not self.path:
+            raise UserError("data=shards needs data.path=FOLDER, which python data/shard.py makes")
         if self.kind == "hub" and not self.name:
             raise UserError("data=hub needs data.name=DATASET, and data.split= where it is not train")
         for key in ("limit", "generate"):
@@ -81,7 +83,9 @@ class DataConfig:
         return [Part(name, weight / sum(mix.values()), self._source(name)) for name, weight in mix.items()]
 
     def _source(self, name: str) -> DataConfig:
-        presets = sorted({path.stem for path in (CONFIGS / "data").glob("*.yaml")} - {"base", "mine", "hub", "mix"})
+        presets = sorted(
+            {path.stem for path in (CONFIGS / "data").glob("*.yaml")} - {"base", "mine", "hub", "shards", "mix"}
+        )
         if name in presets:
             with initialize_config_dir(str(CONFIGS), version_base=None):
                 raw = compose(f"data/{name}").data

@@ -9,12 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pocketgpt.errors import UserError
 from pocketgpt.files import write_text
 from pocketgpt.metrics import bar, console
 from pocketgpt.token_files import TokenFile, is_current, write_tokens
 from pocketgpt.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pocketgpt.shards import Shards
 
 # Chat repeats these in every turn, so they should be one token each; no corpus says "assistant" often enough.
 ROLE_WORDS = ["system\nuser\nassistant\n"] * 1000
@@ -24,7 +28,7 @@ Documents = Callable[[], Iterable[str]]  # starts a new pass over the documents 
 @dataclass
 class Corpus:
     tokenizer: Tokenizer
-    train: list[TokenFile]  # of each source
+    train: Sequence[TokenFile | Shards]  # of each source
     val: TokenFile
     fingerprint: str  # sha256 of the text behind both
 
@@ -43,13 +47,7 @@ def prepare(train: Sequence[Documents], val: Documents, source: str, vocab_size:
     if tokenizer_path.exists():
         tokenizer = Tokenizer.load(tokenizer_path)
     else:
-        with console.status(f"training a tokenizer of {vocab_size} entries"):
-            tokenizer = Tokenizer.train(itertools.chain(chain(*train)(), ROLE_WORDS), vocab_size)
-        if tokenizer.vocab_size < vocab_size:
-            raise UserError(
-                f"the text yields a vocabulary of {tokenizer.vocab_size}, not {vocab_size}: "
-                f"set vocab_size={tokenizer.vocab_size} or give more text"
-            )
+        tokenizer = train_tokenizer(chain(*train)(), vocab_size)
         write_text(tokenizer_path, tokenizer.to_json())
     files = []
     names = ["train", *(f"train{number}" for number in range(1, len(train))), "val"]
@@ -68,6 +66,18 @@ def prepare(train: Sequence[Documents], val: Documents, source: str, vocab_size:
         files.append(TokenFile.open(path, tokenizer))
     digest = hashlib.sha256("".join(file.meta["data"] for file in files).encode()).hexdigest()
     return Corpus(tokenizer, files[:-1], files[-1], digest)
+
+
+def train_tokenizer(docs: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A tokenizer of exactly so many entries. UserError if the text does not hold enough distinct pieces."""
+    with console.status(f"training a tokenizer of {vocab_size} entries"):
+        tokenizer = Tokenizer.train(itertools.chain(docs, ROLE_WORDS), vocab_size)
+    if tokenizer.vocab_size < vocab_size:
+        raise UserError(
+            f"the text yields a vocabulary of {tokenizer.vocab_size}, not {vocab_size}: "
+            f"set vocab_size={tokenizer.vocab_size} or give more text"
+        )
+    return tokenizer
 
 
 def chain(*parts: Documents) -> Documents:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import resource
 import subprocess
@@ -98,6 +99,27 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux kibibytes
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken: of the device, or of the machine (and of the container, on Linux) when that is the CPU."""
+    if device.type == "cuda":
+        return (
+            torch.cuda.mem_get_info(device)[0]
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+    found = [
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    ]  # where the system does not say: half of all
+    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
+        found = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")] or found
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit
+        limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+        found.append(int(limit.read_text()) - int(used.read_text()))
+    return max(0, min(found))
 
 
 def environment(device: torch.device) -> dict[str, str]:

@@ -35,6 +35,12 @@ def meta_path(path: Path) -> Path:
     return path.with_name(path.name + ".json")
 
 
+def token_type(vocab_size: int) -> tuple[str, np.dtype[Any]]:
+    """The smallest type that holds all ids, by name and as numpy knows it."""
+    name = "uint16" if vocab_size <= 1 << 16 else "uint32"
+    return name, DTYPES[name]
+
+
 def write_tokens(
     path: Path,
     docs: Iterable[str],
@@ -51,13 +57,12 @@ def write_tokens(
     called; about `batch` characters are encoded at a time. UserError if there is no document or `path` cannot be
     written; an older file then stays.
     """
-    name = "uint16" if tok.vocab_size <= 1 << 16 else "uint32"
-    dtype = DTYPES[name]
+    name, dtype = token_type(tok.vocab_size)
     data, written = hashlib.sha256(), hashlib.sha256()
     count = documents = size = 0
     with atomic_path(path) as temporary:
         with open(temporary, "wb") as file:
-            for texts in _batches(docs, batch):
+            for texts in batches(docs, batch):
                 done = 0
                 for text, ids in zip(texts, tok.encode_batch(texts), strict=True):
                     raw = text.encode()
@@ -89,7 +94,8 @@ def write_tokens(
     return meta
 
 
-def _batches(docs: Iterable[str], limit: int) -> Iterator[list[str]]:
+def batches(docs: Iterable[str], limit: int) -> Iterator[list[str]]:
+    """The documents in lists of about `limit` characters, at least one in each."""
     texts: list[str] = []
     size = 0
     for text in docs:
@@ -146,6 +152,9 @@ class TokenFile:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def windows(self, block_size: int, seed: int) -> Windows:
+        return Windows(self, block_size, seed)
 
     def val_windows(
         self, block_size: int, *, batch_size: int = 1, max_tokens: int | None = None

@@ -51,7 +51,7 @@ class TrainConfig:
     dtype: str
     compile: bool | str
     resume: bool | str
-    recompute: bool = False
+    recompute: bool | str = False
 
     def check(self) -> None:
         """Raises UserError on values that make no run."""
@@ -59,7 +59,11 @@ class TrainConfig:
             raise UserError(f"train.steps={self.steps} and train.minutes={self.minutes} must be 0 or above")
         if self.steps == self.minutes == 0:
             raise UserError("train.steps and train.minutes are both 0: the run needs an end, set one of them")
-        for key in ("batch_size", "micro_batch_size", "eval_every", "log_every"):
+        if self.micro_batch_size < 0:
+            raise UserError(
+                f"train.micro_batch_size is {self.micro_batch_size}: it must be 0 (chosen for you) or above"
+            )
+        for key in ("batch_size", "eval_every", "log_every"):
             if getattr(self, key) < 1:
                 raise UserError(f"train.{key} is {getattr(self, key)}: it must be at least 1")
         if not 0 < self.lr < math.inf:
@@ -77,6 +81,8 @@ class TrainConfig:
             raise UserError(f"train.decay_shape is {self.decay_shape!r}: choose linear or cosine")
         if self.compile not in (False, True, "auto"):
             raise UserError(f"train.compile is {self.compile!r}: choose false, true or auto")
+        if self.recompute not in (False, True, "selective"):
+            raise UserError(f"train.recompute is {self.recompute!r}: choose false, selective or true")
         if self.branch is not None and not self.branch.is_file():
             raise UserError(
                 f"train.resume is {self.resume!r}: choose false, true, force, or a file stable_*.pt or resume_*.pt"
@@ -289,10 +295,7 @@ def train(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(
-            f"{stage.name}: out of memory in step {state.step + 1}: lower train.micro_batch_size "
-            f"({config.micro_batch_size} now, the result is the same), or model.block_size for a new model"
-        ) from error
+        raise UserError(f"{stage.name}: out of memory in step {state.step + 1}: try {smaller(config)}") from error
     finally:
         interrupt.restore()
         gc.unfreeze()
@@ -349,6 +352,17 @@ def compiled(network: Network, config: TrainConfig, device: torch.device, log: R
             return network(*inputs)
 
     return call
+
+
+def smaller(config: TrainConfig) -> str:
+    """The setting to try next where memory does not suffice, cheapest first: the first three give the same result."""
+    rows = config.micro_batch_size
+    if rows > 1:
+        fewer = next(fewer for fewer in range(rows // 2, 0, -1) if config.batch_size % fewer == 0)
+        return f"train.micro_batch_size={fewer} ({rows} now, the result is the same)"
+    if config.recompute is not True:
+        return f"train.recompute={'true' if config.recompute else 'selective'} (the same result, from more work)"
+    return "a smaller model.block_size or model, for a new model: python plan.py says what one needs"
 
 
 def autocast_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:

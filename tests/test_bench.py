@@ -1,16 +1,20 @@
-"""What the benchmarks time: the same weights in every form, and a model that copies. Nothing is timed here."""
+"""What the benchmarks time: the same weights in every form, a model that copies, and the arithmetic. Nothing is timed here."""
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from base_model import GPT
-from pocketgpt import checkpoint, gguf_file
+from base_model import GPT, GPTConfig
+from pocketgpt import checkpoint, config, gguf_file
+from pretrain import Config as PretrainConfig
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))  # which is no package: its files are run
 
+import train as bench_train
 import weights
 
 
@@ -44,3 +48,83 @@ def test_what_is_there_is_kept(prepared: Path) -> None:
     again = weights.prepare(prepared.parent, weights.SHAPES["tiny"], 0, ["float32"], False)
     assert again == prepared
     assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*")} == before
+
+
+@pytest.mark.parametrize("shape", bench_train.SHAPES)
+def test_contenders_have_as_many_parameters(shape: str) -> None:
+    counts = []
+    for kind in ("gpt2", "llama", "qwen3"):
+        keys = bench_train.model_keys(kind, *bench_train.SHAPES[shape])
+        cfg = config.load("pretrain", PretrainConfig, keys)
+        assert cfg.model["block_size"] == bench_train.block_size(kind)
+        with torch.device("meta"):
+            counts.append(GPT(GPTConfig.from_dict(cfg.model | {"vocab_size": 4096})).n_parameters())
+    assert max(counts) <= (1.02 if shape != "tiny" else 1.05) * min(counts), counts
+
+
+def test_time_to_a_baseline_is_the_smallest_budget_that_reaches_it() -> None:
+    points = [(6.0, 2.9), (12.0, 2.6), (20.0, 2.5), (30.0, 2.55)]
+    assert bench_train.reached(points, 2.6) == 12.0
+    assert bench_train.reached(points, 2.55) == 20.0
+    assert bench_train.reached(points, 2.4) is None
+    assert bench_train.reached([], 2.4) is None
+
+
+@pytest.mark.parametrize("least", [1, 3, 10, 33, 60, 61])
+def test_the_search_ends_at_the_smallest_budget(least: int) -> None:
+    ladder = [3, 6, 10, 15, 20, 30, 40, 60]
+    tried: dict[float, float] = {}
+    while (budget := bench_train.next_budget(tried, 2.5, ladder, 6)) is not None:
+        assert budget not in tried
+        assert tried or budget == 6  # the goal comes first
+        tried[budget] = 2.4 if budget >= least else 2.6
+    right = min((budget for budget in ladder if budget >= least), default=None)
+    assert bench_train.reached(list(tried.items()), 2.5) == right
+    assert len(tried) <= 4
+
+
+def test_rates_of_a_stage_leave_out_its_first_step() -> None:
+    def step(n: int, seconds: float) -> dict[str, float | str]:
+        row = {"kind": "train", "step": n, "tokens": 100 * n, "elapsed_s": seconds, "loss": 5.0}
+        return row | {"tokens_per_s": 50.0, "mfu": 0.2, "memory_bytes": 10 * n}
+
+    held = {"kind": "val", "step": 5, "bits_per_byte": 2.0}
+    found = bench_train.summary([step(1, 30.0), step(3, 34.0), step(5, 38.0), held], nats=0.5)
+    assert found["tokens_per_s"] == 400 / 8
+    assert found["mfu"] == pytest.approx(0.2)
+    assert (found["seconds"], found["first_step_s"], found["tokens"], found["peak_bytes"]) == (38.0, 30.0, 500, 50)
+    assert found["curve"][0] == (30.0, 100, 2.5)
+    assert found["held_out"] is held
+    assert bench_train.summary([step(1, 30.0), held])["tokens_per_s"] is None
+
+
+def test_the_last_line_of_the_training_benchmark(tmp_path: Path) -> None:
+    keys = ["quick=true", f"work={tmp_path / 'work'}", f"out={tmp_path / 'out'}", "device=cpu"]
+    bench = bench_train.Bench(config.load("bench/train", bench_train.Config, keys))
+    run = {"seed": 1, "tokens_per_s": 3000.0, "mfu": 0.3}
+    bench.rows = [
+        run | {"contender": "f32", "seconds": 60.0, "bits_per_byte": 2.6, "tokens_per_s": 1000.0},
+        run | {"contender": "ours", "seconds": 6.0, "bits_per_byte": 2.7},
+        run | {"contender": "ours", "seconds": 12.0, "bits_per_byte": 2.5},
+        run | {"contender": "adamw", "seconds": 30.0, "bits_per_byte": 2.4},
+    ]
+    mine = {"samples_per_s": 30.0, "metric": 1.5}
+    found = bench.results(
+        {"sft": {"ours": mine, "trl": mine | {"samples_per_s": 10.0}}, "dpo": {"ours": mine, "trl": None}}
+    )
+    assert found["time_to_baseline_f32"] == 0.2
+    assert found["time_to_baseline_bf16"] is None  # there was no such run
+    assert found["time_to_adamw"] is None  # no run of ours reached it
+    assert (found["tokens_per_s_vs_f32"], found["tokens_per_s_vs_transformers"], found["mfu"]) == (3.0, None, 0.3)
+    assert (found["sft_vs_trl"], found["dpo_vs_trl"]) == (3.0, None)
+    assert found["dpo_metric"] == {"ours": 1.5}
+    assert "machine" in json.loads(json.dumps(found))
+
+
+def test_a_missing_peer_is_named() -> None:
+    bench = Path(bench_train.__file__).parent
+    code = (
+        "import peers, sys; peers.find_spec = lambda name: None; sys.argv = ['', '{\"kind\": \"dpo\"}']; peers.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=bench, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {"missing": "transformers, accelerate, trl, psutil not installed"}

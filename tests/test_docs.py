@@ -30,7 +30,7 @@ from tests.helpers import random_ids, tiny_config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md")])
-STAGES = ("pretrain", "sft", "dpo", "kv_cache", "evaluate", "export")
+STAGES = ("pretrain", "sft", "dpo", "kv_cache", "evaluate", "export", "plan")
 TEXT = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 
 

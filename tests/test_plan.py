@@ -1,0 +1,336 @@
+"""What plan.py says before a run against what a run is measured to take."""
+
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+from helpers import SHAPES, random_ids, tiny_config
+from torch.utils.flop_counter import FlopCounterMode
+
+import plan as script
+import pretrain
+from base_model import GPT, GPTConfig
+from kv_cache import kv_cache_bytes
+from pocketgpt import config, plan, trainer
+from pocketgpt import device as machine
+from pocketgpt.errors import UserError
+from pocketgpt.loss import linear_cross_entropy
+from pocketgpt.optim import OptimConfig, Optimizer
+
+CPU = torch.device("cpu")
+SMALL: dict[str, Any] = {"n_layer": 3, "n_head": 4, "n_kv_head": 2, "n_embd": 64, "block_size": 128, "vocab_size": 600}
+
+
+def optim_of(name: str) -> OptimConfig:
+    return OptimConfig(name, 0.9, 0.95, 1e-8, 0.1, 0.02, 0.95)
+
+
+def kept_bytes(model: GPT, ids: torch.Tensor, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
+    """What the graph of a forward pass holds beside weights and buffers, counted where autograd puts it away."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+    held: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), machine.autocast(CPU, dtype):
+        hidden = model.hidden_states(ids)
+    return sum(storage.nbytes() for storage in held.values()), hidden
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("recompute", [False, "selective", True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", ["qwen3 gqa", "gpt2"])
+def test_planned_memory_is_what_a_step_takes(
+    shape: str, dtype: torch.dtype, recompute: bool | str, optimizer: str
+) -> None:
+    size = tiny_config(**SHAPES[shape] | SMALL | ({"n_kv_head": 4} if shape == "gpt2" else {}))
+
+    def network() -> GPT:
+        model = GPT(size).train()
+        model.recompute = recompute
+        return model
+
+    planned = plan.step_memory(network, 4, 128, optim_of(optimizer), dtype=dtype)
+
+    model, ids = network(), random_ids(4, 128)
+    stepper = Optimizer(model, optim_of(optimizer), 1e-3)
+    highest = 0
+    for _ in range(2):  # the second is the steady state
+        live = plan.Live()
+        with live:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                live.note(tensor.untyped_storage())
+            for part in stepper.parts:
+                for moments in part.state.values():
+                    for moment in moments.values():
+                        live.note(moment.untyped_storage())
+            with machine.autocast(CPU, dtype):
+                hidden = model.hidden_states(ids)
+            linear_cross_entropy(hidden, model.lm_head.weight, ids, dtype).backward()
+            del hidden
+            highest = live.peak
+            gradients = sum(parameter.grad.nbytes for parameter in model.parameters() if parameter.grad is not None)
+            stepper.step(1.0)
+    weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    state = sum(
+        moment.nbytes for part in stepper.parts for moments in part.state.values() for moment in moments.values()
+    )
+    assert planned.weights == weights
+    assert planned.gradients == gradients
+    assert planned.optimizer == pytest.approx(state, rel=0.001)
+    assert planned.passing == pytest.approx(highest, rel=0.1)
+    assert planned.stepping == pytest.approx(live.peak, rel=0.1) or live.peak == highest
+    if recompute != "selective":  # which puts away beside autograd, where no hook sees it
+        kept, hidden = kept_bytes(model, ids, dtype)
+        assert planned.activations == pytest.approx(kept + hidden.nbytes, rel=0.02)  # the loss reads hidden itself
+
+
+def test_each_kind_of_recomputing_keeps_less() -> None:
+    kept = []
+    for recompute in (False, "selective", True):
+
+        def network(recompute: bool | str = recompute) -> GPT:
+            model = GPT(tiny_config(**SMALL)).train()
+            model.recompute = recompute
+            return model
+
+        kept.append(plan.step_memory(network, 4, 128, optim_of("adamw"), dtype=torch.float32).activations)
+    assert kept[0] > 1.5 * kept[1] > 3 * kept[2]
+
+
+def test_gradients_of_earlier_micro_batches_are_counted() -> None:
+    def network() -> GPT:
+        return GPT(tiny_config(**SMALL)).train()
+
+    first, later = (
+        plan.step_memory(network, 4, 128, optim_of("adamw"), dtype=torch.float32, accumulate=accumulate)
+        for accumulate in (False, True)
+    )
+    assert later.passing - first.passing == pytest.approx(first.gradients, rel=0.05)
+
+
+# --- work -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", [False, "selective", True])
+@pytest.mark.parametrize("shape", ["qwen3 gqa", "gpt2", "llama untied"])
+def test_planned_operations_are_what_torch_counts(shape: str, recompute: bool | str) -> None:
+    """The counter does not look into the processor's attention: that part is added as forward, two products of all pairs
+    of positions up to the query, and backward, twice that."""
+    size = tiny_config(**SHAPES[shape] | SMALL | ({"n_kv_head": 4} if shape == "gpt2" else {}))
+    model, ids = GPT(size).train(), random_ids(2, 128)
+    model.recompute = recompute
+    with FlopCounterMode(display=False) as counter:
+        logits = model(ids)
+        logits.sum().backward()
+    pairs = 2 * 128 * 129 / 2
+    again = 4 / 3 if recompute is True else 1
+    attention = 3 * again * size.n_layer * 4 * pairs * size.n_head * size.width_of_head
+    planned = plan.executed_flops(model, 128, recompute) * ids.numel()
+    assert planned == pytest.approx(counter.get_total_flops() + attention, rel=0.1)
+    assert plan.executed_flops(model, 128, False) == model.flops_per_token(128)
+
+
+# --- what fits ------------------------------------------------------------------------------------------------------
+
+
+def of(total: float) -> plan.Memory:
+    return plan.Memory(0, 0, 0, 0, 0, total, 0)
+
+
+@pytest.mark.parametrize(("budget", "rows"), [(1000, 12), (129, 12), (127, 6), (69, 6), (67, 4), (10, 1)])
+def test_the_largest_divisor_that_fits_is_taken(budget: float, rows: int) -> None:
+    assert plan.largest_that_fits(12, budget, lambda rows: of(8 + 10 * rows)) == (rows, of(8 + 10 * rows))
+    # a later, steeper part of the line is seen as well
+    assert plan.largest_that_fits(12, 100, lambda rows: of(rows if rows < 6 else 50 * rows))[0] == 4
+
+
+def test_fsdp_divides_what_it_divides() -> None:
+    model = GPT(tiny_config(**SMALL))
+    whole = plan.step_memory(
+        lambda: GPT(tiny_config(**SMALL)).train(), 4, 128, optim_of("adamw"), dtype=torch.float32, accumulate=True
+    )
+    shared = plan.fsdp_memory(whole, model, 4)
+    assert (shared.weights, shared.optimizer) == (whole.weights / 4, whole.optimizer / 4)
+    assert shared.activations == whole.activations
+    assert shared.stepping == whole.stepping / 4
+    parameters = sum(p.nbytes for p in model.parameters())
+    gathered = parameters - sum(p.nbytes for p in model.blocks[0].parameters())  # three blocks, two of them
+    resident = whole.weights + whole.gradients + whole.optimizer
+    assert shared.passing == pytest.approx(whole.passing - resident * 3 / 4 + gathered)
+
+
+# --- kinds of GPU ---------------------------------------------------------------------------------------------------
+
+
+def test_gpus_are_read() -> None:
+    assert plan.parse_gpus("8xH100") == (8, "H100", plan.GPUS["H100"])
+    assert plan.parse_gpus("rtx4090") == (1, "RTX4090", plan.GPUS["RTX4090"])
+    assert plan.parse_gpus("2xA100-40GB")[:2] == (2, "A100-40GB")
+    for wrong in ("8xFoo", "", "0xH100", "8", "x", "-1xH100", "H100x8"):
+        with pytest.raises(UserError, match="kinds: B200, H200") as error:
+            plan.parse_gpus(wrong)
+        assert "\n" not in str(error.value)
+
+
+def test_the_processor_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {torch.float32: 2e11, torch.bfloat16: 7e11}
+    monkeypatch.setattr(machine, "matmul_rate", lambda device, dtype: rates[dtype])
+    number, kind, cpu = plan.parse_gpus("cpu")
+    assert (number, kind, cpu.flops) == (1, "cpu", 7e11)
+    assert cpu.memory > 1e8 and cpu.bandwidth > 1e8
+
+
+def test_numbers_with_prefixes() -> None:
+    assert [plan.human(n) for n in (0, 7, 999, 1234, 2.5e9)] == ["0 B", "7 B", "999 B", "1.23 kB", "2.5 GB"]
+    assert plan.human(999_900) == "1 MB"
+
+
+# --- the program ----------------------------------------------------------------------------------------------------
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["plan.py", *arguments])
+    monkeypatch.setattr(script.base_model, "PLAIN_KEYS", script.base_model.PLAIN_KEYS)  # put back afterwards
+    monkeypatch.setitem(script.loss.CHUNK, "cpu", script.loss.CHUNK["cpu"])
+    script.main()
+
+
+def test_a_plan_by_hand(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    call(monkeypatch, "model=3m", "gpus=2xH100", "mfu=0.5", "data.tokens=1e9", "price=3", "train.micro_batch_size=2")
+    shown = capsys.readouterr().out
+    shape = GPTConfig.from_dict(config.load("plan", script.Config, ["model=3m"]).model)
+    with torch.device("meta"):
+        model = GPT(shape)
+    flops = model.flops_per_token(512)
+    rate = 2 * 0.5 * 989e12 / flops
+    hours = 1e9 / rate / 3600
+    cache = kv_cache_bytes(shape, 1, 512, 2)
+    decode = 3.35e12 / (2 * model.n_parameters() + cache)
+    for wanted in (
+        f"{plan.human(flops, 'FLOP')} per token, {plan.human(flops * 1e9, 'FLOP')} for 1 Gtokens",
+        f"{plan.human(rate, 'tokens/s')} at 50% of 2 x 989 TFLOP/s: {hours * 3600:.2g} seconds",
+        f"cost       {2 * hours * 3:,.2f}",
+        f"weights {plan.human(2 * model.n_parameters())}, cache {plan.human(cache / 512)} per token",
+        f"at most {decode:,.0f} tokens/s for 1 such request on one H100",
+        "of each of 2 ranks (ddp), 2 sequences at once",
+    ):
+        assert wanted in shown
+    parts = script.parameters_by_part(model)
+    assert sum(parts.values()) == model.n_parameters() and parts["embedding"] == 4096 * 192
+
+
+def test_recomputing_costs_a_forward_pass_of_the_blocks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = []
+    for recompute in ("false", "selective", "true"):
+        cfg = config.load(
+            "plan",
+            script.Config,
+            ["model=1m", "train.batch_size=1", f"train.recompute={recompute}", "train.micro_batch_size=1"],
+        )
+        monkeypatch.setattr(script.base_model, "PLAIN_KEYS", 1024)
+        monkeypatch.setitem(script.loss.CHUNK, "cpu", 256)
+        p = script.make_plan(cfg, 1, "H100", plan.GPUS["H100"])
+        rates.append(p.tokens_per_s)
+    whole, blocks = p.model.flops_per_token(512), p.model.flops_per_token(512, 0.0)
+    assert rates[0] == rates[1] == pytest.approx(rates[2] * (whole + blocks / 3) / whole)
+
+
+def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    call(monkeypatch, "model=7b", "model.n_layer=24", "gpus=1xL4", "train.batch_size=1")
+    assert "DOES NOT FIT: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("parallel=tp", "choose ddp or fsdp"),
+        ("mfu=0", "mfu=0"),
+        ("mfu=1.5", "mfu=1.5"),
+        ("train.recompute=some", "choose false, selective or true"),
+        ("gpus=3xH100", "not divisible by the 3 ranks"),
+        ("gpus=Z80", "kinds: B200"),
+        ("train.batch_size=0", "must be 1 or above"),
+        ("data.tokens=-1", "must be 0 or above"),
+    ],
+)
+def test_bad_values_are_one_line(argument: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        call(monkeypatch, argument)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("size", script.SIZES)
+def test_sizes_have_the_parameters_of_their_name(size: str) -> None:
+    shape = GPTConfig.from_dict(config.load("plan", script.Config, [f"model={size}"]).model)
+    with torch.device("meta"):
+        count = GPT(shape).n_parameters()
+    named = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
+    assert count == pytest.approx(named, rel=0.06)
+    assert shape.width_of_mlp % 64 == shape.n_embd % 64 == shape.vocab_size % 64 == 0
+    assert shape.n_head * shape.width_of_head == shape.n_embd
+
+
+# --- train.micro_batch_size=0 ---------------------------------------------------------------------------------------
+
+
+def train_config(**changes: Any) -> trainer.TrainConfig:
+    given = config.load("pretrain", pretrain.Config, ["train.micro_batch_size=0", "train.batch_size=12"]).train
+    return trainer.TrainConfig(**vars(given) | changes)
+
+
+@pytest.mark.parametrize("rows_each", [1, 2])
+def test_the_micro_batch_is_the_most_that_fits_into_free_memory(
+    rows_each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = GPT(tiny_config(**SMALL))
+
+    def needed(items: int) -> float:
+        network = GPT(tiny_config(**SMALL)).train()
+        rows = items * rows_each
+        found = plan.step_memory(
+            lambda: GPT(network.config).train(), rows, 128, optim_of("muon"), dtype=torch.float32, accumulate=items < 12
+        )
+        return found.total
+
+    weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    for rows in (12, 4, 1):
+        for short, wanted in ((0, rows), (2, {12: 6, 4: 3, 1: 1}[rows])):
+            free = int((needed(rows) - weights) / plan.SPARE) + 1 - short
+            monkeypatch.setattr(machine, "free_memory", lambda device, free=free: free)
+            chosen = train_config()
+            said = plan.set_micro_batch(model, chosen, optim_of("muon"), 128, torch.float32, rows_each)
+            assert chosen.micro_batch_size == wanted
+            assert said.startswith(f"train.micro_batch_size={wanted} of 12: planned ")
+    given = train_config(micro_batch_size=5)
+    assert (
+        plan.set_micro_batch(model, given, optim_of("muon"), 128, torch.float32) == "" and given.micro_batch_size == 5
+    )
+
+
+def test_free_memory_is_some_of_the_machine() -> None:
+    assert 1e7 < machine.free_memory(CPU) <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_what_to_try_when_memory_runs_out() -> None:
+    """Followed step by step, it ends at the smallest that training can be."""
+    steps = [(12, False), (6, False), (3, False), (1, False), (1, "selective"), (1, True)]
+    wanted = [
+        "train.micro_batch_size=6 ",
+        "train.micro_batch_size=3 ",
+        "train.micro_batch_size=1 ",
+        "train.recompute=selective ",
+        "train.recompute=true ",
+        "a smaller model.block_size",
+    ]
+    for (rows, recompute), said in zip(steps, wanted, strict=True):
+        assert trainer.smaller(train_config(micro_batch_size=rows, recompute=recompute)).startswith(said)
