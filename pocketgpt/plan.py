@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -206,15 +207,13 @@ def executed_flops(model: Any, length: int, recompute: bool | str) -> float:
 def largest_that_fits(batch_size: int, budget: float, memory: Callable[[int], Memory]) -> tuple[int, Memory]:
     """The largest divisor of the batch whose planned memory is within the budget (bytes); 1 when none is.
 
-    Memory grows with the sequences by a straight line at first and never less steeply later, so a line through 1 and 2
-    tells what is certainly too much, and only the rest is counted. Not so the whole batch, which needs no accumulation.
+    Memory grows with the sequences, so it is found by halving. Not so the whole batch, which needs no accumulation.
     """
-    one, two = memory(1), memory(2) if batch_size > 1 else memory(1)
-    for rows in (d for d in range(batch_size, 1, -1) if batch_size % d == 0):
-        line = one.total + (rows - 1) * (two.total - one.total)
-        if (line <= budget or rows == batch_size) and (planned := memory(rows)).total <= budget:
-            return rows, planned
-    return 1, one
+    if (planned := memory(batch_size)).total <= budget or batch_size == 1:
+        return batch_size, planned
+    rest = [rows for rows in range(1, batch_size) if batch_size % rows == 0]
+    rows = rest[max(0, bisect_right(rest, budget, key=lambda rows: memory(rows).total) - 1)]
+    return rows, memory(rows)
 
 
 def set_micro_batch(
