@@ -17,7 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -421,7 +421,7 @@ def main() -> None:
 
     if cfg.dpo.loss not in REFERENCE_FREE:
         for rows in (pairs, held):
-            rows.reference = distributed.from_main(lambda rows=rows: rows.log_probs(model, dtype))
+            rows.reference = distributed.from_main(partial(rows.log_probs, model, dtype))
 
     def preference(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, targets, *reference = batch.inputs
