@@ -18,7 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,19 @@ from torch import Tensor
 from base_model import GPT
 from data import shakespeare
 from kv_cache import CachedGPT
-from pocketgpt import chat_template, checkpoint, config, evaluation, lora, plan, report, shapes, sources, tasks
+from pocketgpt import (
+    chat_template,
+    checkpoint,
+    config,
+    distributed,
+    evaluation,
+    lora,
+    plan,
+    report,
+    shapes,
+    sources,
+    tasks,
+)
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError, run
 from pocketgpt.files import write_text
@@ -367,8 +379,8 @@ def main() -> None:
         console.print(f"dropout {loaded.config['dropout']} is set to 0: DPO compares exact log-probabilities")
         loaded.config["dropout"] = 0.0
     tok = loaded.tokenizer
-    device = machine.pick_device(cfg.device)
-    dtype, why = machine.pick_dtype(cfg.train.dtype, device)
+    device = distributed.start(machine.pick_device(cfg.device))
+    dtype, why = distributed.from_main(lambda: machine.pick_dtype(cfg.train.dtype, device))
     model = GPT.from_loaded(loaded, device)
     start = loaded.digest
     lora.attach(model, model.config.to_dict(), cfg.lora, cfg.train.seed)
@@ -387,7 +399,8 @@ def main() -> None:
 
     dev: list[tasks.Item] = []  # held-out items of the paired families, each of them several times
     if cfg.data.kind == "onpolicy":
-        speeches = shakespeare.speeches()
+        with distributed.main_first():
+            speeches = shakespeare.speeches()
         _, every = evaluation.heldout_items(speeches)
         without = tasks.FAMILIES.keys() - {item.family for item in every}  # those that would quote a corpus
         families = [name for name in cfg.dpo.families if name not in without]
@@ -395,11 +408,16 @@ def main() -> None:
             log.say(f"no speeches to quote: without the families {', '.join(sorted(without))}")
         prompts = tasks.make_items(cfg.data.generate, heldout=False, seed=1, speeches=speeches, families=families)
         dev = [item for item in every if item.family in families for _ in range(4)]
-        train_pairs, counts = sample_pairs(cached, tok, prompts, cfg.dpo, cfg.train.seed, "sampling answers")
-        val_pairs, _ = sample_pairs(cached, tok, dev[::4], cfg.dpo, cfg.train.seed + 1, "sampling held-out answers")
+
+        def sampled(items: list[tasks.Item], seed: int, title: str) -> tuple[list[Pair], dict[str, int]]:
+            return distributed.from_main(lambda: sample_pairs(cached, tok, items, cfg.dpo, seed, title))
+
+        train_pairs, counts = sampled(prompts, cfg.train.seed, "sampling answers")
+        val_pairs, _ = sampled(dev[::4], cfg.train.seed + 1, "sampling held-out answers")
     else:
-        train_pairs, val_pairs, counts = own_pairs(cfg.data)
-    for name, kept in (("train", train_pairs), ("heldout", val_pairs)):
+        with distributed.main_first():
+            train_pairs, val_pairs, counts = own_pairs(cfg.data)
+    for name, kept in (("train", train_pairs), ("heldout", val_pairs)) if distributed.is_main() else ():
         lines = (
             json.dumps({"prompt": p.prompt, "chosen": p.chosen, "rejected": p.rejected}, ensure_ascii=False)
             for p in kept
@@ -415,7 +433,7 @@ def main() -> None:
             log.say(f"{part.share:.1%} of training from {part.name}, {len(members):,} pairs")
     held = PairRows(tok, val_pairs, block, cfg.train.seed, shares)
     dropped = ", ".join(f"{count} {what}" for what, count in counts.items())
-    padding = pairs.padding(cfg.train.batch_size, cfg.train.micro_batch_size)
+    padding = pairs.padding(cfg.train.batch_size, cfg.train.rows_at_once)
     log.say(
         f"{len(pairs)} pairs to train on ({dropped}, {pairs.too_long} too long), {len(held)} held out; "
         f"{padding:.1%} of the tokens that run are padding"
@@ -429,9 +447,9 @@ def main() -> None:
 
     if cfg.dpo.loss not in REFERENCE_FREE:  # adapters add nothing yet, and the reference is the model that is trained
         start_reference = time.perf_counter()
-        pairs.reference = pairs.log_probs(model, dtype)
+        pairs.reference = distributed.from_main(partial(pairs.log_probs, model, dtype))
         log.record(reference_s=time.perf_counter() - start_reference)
-        held.reference = held.log_probs(model, dtype)
+        held.reference = distributed.from_main(partial(held.log_probs, model, dtype))
 
     def preference(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, targets, *reference = batch.inputs
@@ -475,7 +493,7 @@ def main() -> None:
         return f"user: {question[-1]['content']}\nassistant: {answer}"
 
     def batches(step: int) -> list[Batch]:
-        return pairs.batch(step, cfg.train.batch_size, cfg.train.micro_batch_size)
+        return pairs.batch(step, cfg.train.batch_size, cfg.train.rows_at_once)
 
     def chosen_only(step: int) -> list[Batch]:
         halves = ((b, len(b.inputs[0]) // 2) for b in batches(step))
@@ -489,12 +507,14 @@ def main() -> None:
     made_from = config.plain(cfg) | digests | {"files": sources.fingerprints(cfg.data)}
 
     def finish(name: str, stage_log: RunLog, batches: Callable[[int], list[Batch]], loss: Loss, lr: float) -> Path:
-        """Train from the SFT weights with this loss, keep the best by held-out wins, and save."""
+        """Train from the SFT weights with this loss, keep the best by held-out wins, and save. Returns where."""
         monitor = "liked" if dev else "accuracy"
         stage = Stage(name, batches, loss, evaluate, sample, flops, unit="/pair", monitor=monitor, made_from=made_from)
-        resume = cfg.train.resume and (out / f"resume_{name}.pt").exists()
+        resume = distributed.from_main(lambda: cfg.train.resume and (out / f"resume_{name}.pt").exists())
         settings = TrainConfig(**{**vars(cfg.train), "lr": lr, "resume": resume})
         result = train(model, stage, settings, cfg.optim, out, stage_log)
+        if not distributed.is_main():
+            return out
         shown = [
             (f"held-out pair {i}, {side}", marked(tok, pair.prompt, getattr(pair, side)))
             for i, pair in enumerate(val_pairs[:2], 1)
@@ -521,17 +541,22 @@ def main() -> None:
             ),
         )
 
-    if not cfg.train.resume:  # two runs follow, and the first must not leave the second with an old one's state
+    if (
+        distributed.is_main() and not cfg.train.resume
+    ):  # two runs follow, and the first must not leave the second with an old one's state
         for name in ("control", "dpo"):
             for path in out.glob(f"resume_{name}*.pt"):
                 path.unlink()
-    config.save(cfg, out / "config_dpo.yaml")
+    if distributed.is_main():
+        config.save(cfg, out / "config_dpo.yaml")
     log.say("control: plain fine-tuning on the chosen answers")
     control_log = RunLog(out, "control", config.plain(cfg), "none", cfg.train.resume)
     finish("control", control_log, chosen_only, likelihood, cfg.dpo.control_lr)
     lora.restore(model, loaded.state_dict)
     log.say("DPO")
     path = finish("dpo", log, batches, preference, cfg.train.lr)
+    if not distributed.is_main():
+        return
     log.say(
         f"checkpoint {path}, folder {out / 'dpo'}, metrics {log.path}, plot {log.plot_path}, pairs {out / 'pairs_train.jsonl'}, "
         f"report {report.refresh(out)}"

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from base_model import GPT, GPTConfig
 from data import shakespeare
-from pocketgpt import checkpoint, config, plan, report, sources, tasks
+from pocketgpt import checkpoint, config, distributed, plan, report, sources, tasks
 from pocketgpt import device as machine
 from pocketgpt.corpus import Corpus, Documents, chain, prepare
 from pocketgpt.errors import run
@@ -114,10 +114,11 @@ def main() -> None:
     cfg.data.check(("shakespeare", "mine", "hub", "shards"))
     parts = cfg.data.parts()
     out = Path(cfg.out)
-    device = machine.pick_device(cfg.device)
-    dtype, why = machine.pick_dtype(cfg.train.dtype, device)
+    device = distributed.start(machine.pick_device(cfg.device))
+    dtype, why = distributed.from_main(lambda: machine.pick_dtype(cfg.train.dtype, device))
 
-    corpus = open_corpus(cfg.data, cfg.vocab_size, Path(cfg.cache))
+    with distributed.main_first():
+        corpus = open_corpus(cfg.data, cfg.vocab_size, Path(cfg.cache))
     shape = GPTConfig.from_dict(cfg.model | {"vocab_size": corpus.tokenizer.vocab_size}, "configuration of pretrain")
     torch.manual_seed(cfg.train.seed)
     model = GPT(shape).to(device)
@@ -143,7 +144,7 @@ def main() -> None:
         rows = torch.from_numpy(np.stack(mixture.rows(windows, step, cfg.train.batch_size)))
         return [
             Batch((part[:, :-1], part[:, 1:]), part[:, 1:].numel(), part[:, 1:].numel())
-            for part in rows.split(cfg.train.micro_batch_size)
+            for part in rows.split(cfg.train.rows_at_once)
         ]
 
     hidden_states = compiled(model.hidden_states, cfg.train, device, log)
@@ -169,8 +170,11 @@ def main() -> None:
         flops_per_token=model.flops_per_token(shape.block_size),
         made_from=config.plain(cfg) | {"text": corpus.fingerprint, "files": sources.fingerprints(cfg.data)},
     )
-    config.save(cfg, out / "config_base.yaml")
+    if distributed.is_main():
+        config.save(cfg, out / "config_base.yaml")
     result = train(model, stage, cfg.train, cfg.optim, out, log)
+    if not distributed.is_main():
+        return
 
     path = checkpoint.save(
         out,

@@ -20,7 +20,7 @@ from torch import Tensor
 from base_model import GPT
 from data import shakespeare
 from kv_cache import CachedGPT
-from pocketgpt import checkpoint, config, evaluation, lora, plan, report, shapes, sources, tasks
+from pocketgpt import checkpoint, config, distributed, evaluation, lora, plan, report, shapes, sources, tasks
 from pocketgpt import device as machine
 from pocketgpt.errors import run
 from pocketgpt.loss import IGNORE, linear_cross_entropy
@@ -96,10 +96,11 @@ def main() -> None:
     out = Path(cfg.out)
     loaded = checkpoint.load(cfg.checkpoint or out / "ckpt_base.pt")
     tok = loaded.tokenizer
-    train_chats, val_chats, items = conversations(cfg.data)
+    device = distributed.start(machine.pick_device(cfg.device))
+    dtype, why = distributed.from_main(lambda: machine.pick_dtype(cfg.train.dtype, device))
+    with distributed.main_first():
+        train_chats, val_chats, items = conversations(cfg.data)
 
-    device = machine.pick_device(cfg.device)
-    dtype, why = machine.pick_dtype(cfg.train.dtype, device)
     model = GPT.from_loaded(loaded, device)
     start, loaded.state_dict = loaded.digest, {}  # the model has the weights: no second copy in memory
     lora.attach(model, model.config.to_dict(), cfg.lora, cfg.train.seed)
@@ -136,7 +137,7 @@ def main() -> None:
     def batches(step: int) -> list[Batch]:
         rows = lay_out(mixture.rows(packed, step, cfg.train.batch_size), length)
         parts = zip(
-            *(t.split(cfg.train.micro_batch_size) for t in (rows.inputs, rows.targets, rows.positions, rows.segments)),
+            *(t.split(cfg.train.rows_at_once) for t in (rows.inputs, rows.targets, rows.positions, rows.segments)),
             strict=True,
         )
         return [Batch(part, int((part[1] != IGNORE).sum()), int((part[3] >= 0).sum())) for part in parts]
@@ -168,8 +169,11 @@ def main() -> None:
     stage = Stage("sft", batches, loss, evaluate, sample, model.flops_per_token(length, supervised / read))
     digests = {"start": start, "conversations": sources.digest(train_chats)}
     stage.made_from = config.plain(cfg) | digests | {"files": sources.fingerprints(cfg.data)}
-    config.save(cfg, out / "config_sft.yaml")
+    if distributed.is_main():
+        config.save(cfg, out / "config_sft.yaml")
     result = train(model, stage, cfg.train, cfg.optim, out, log)
+    if not distributed.is_main():
+        return
 
     path = checkpoint.save(
         out,

@@ -1,6 +1,7 @@
 """One way to say that something the user gave us is wrong."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -45,5 +46,6 @@ def run(main: Callable[[], None]) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    rank = os.environ.get("RANK", "0")  # under torchrun every process says what it has to say, and which it is
+    print(f"error: {'' if rank == '0' else f'process {rank}: '}{' '.join(message.split())}", file=sys.stderr)
     sys.exit(1)

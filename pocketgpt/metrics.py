@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from pocketgpt import distributed
 from pocketgpt.errors import UserError
 from pocketgpt.files import atomic_path, reserve, write_json, write_text
 
@@ -38,7 +39,7 @@ class RunLog:
     """The log of one stage: `metrics_<stage>.jsonl` and `plot_<stage>.png` under `out`, what was run in
     `run_<stage>.json`, lines and a bar on the terminal.
 
-    `out` is reserved for this process. log: where else to send the numbers, see `LISTENERS`.
+    `out` is reserved for this process. Of a run of several processes all but the first are silent and write nothing. log: where else to send the numbers, see `LISTENERS`.
 
     Raises:
         UserError: if log is something else, or not set up, or another process writes to `out`.
@@ -49,7 +50,11 @@ class RunLog:
     ) -> None:
         if log not in LISTENERS:
             raise UserError(f"log is {log!r}: choose {', '.join(LISTENERS)}")
-        reserve(out)
+        self.silent = not distributed.is_main()
+        if self.silent:
+            log = "none"
+        else:
+            reserve(out)
         self.stage = stage
         self.path = out / f"metrics_{stage}.jsonl"
         self.plot_path = out / f"plot_{stage}.png"
@@ -62,6 +67,8 @@ class RunLog:
 
     def start(self, steps: int, minutes: float, step: int, elapsed: float) -> None:
         """Open the metrics file (dropping what a resumed run will do again) and the progress bar."""
+        if self.silent:
+            return
         kept = [row for row in read_jsonl(self.path) if row.get("step", math.inf) <= step] if self.keep else []
         with atomic_path(self.path) as temporary:
             temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
@@ -75,10 +82,12 @@ class RunLog:
     def record(self, **facts: Any) -> None:
         """Add plain values to `run_<stage>.json`: what cannot be told from the numbers."""
         self.about |= facts
-        write_json(self.about_path, self.about)
+        if not self.silent:
+            write_json(self.about_path, self.about)
 
     def advance(self, step: int, elapsed: float) -> None:
-        assert self.progress is not None
+        if self.progress is None:
+            return
         self.progress.update(self.task, completed=step if self.by_steps else round(elapsed))
 
     def stop(self) -> None:
@@ -91,7 +100,8 @@ class RunLog:
             self.file = None
 
     def say(self, text: str) -> None:
-        console.print(text, markup=False)
+        if not self.silent:
+            console.print(text, markup=False)
 
     def write(self, row: dict[str, Any]) -> None:
         assert self.file is not None

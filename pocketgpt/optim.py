@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pocketgpt import distributed
 from pocketgpt.errors import UserError
 
 
@@ -107,7 +108,8 @@ class Muon(torch.optim.Optimizer):
                 share = min(1.0, (float(state["step"]) - 1) / group["warmup"])
                 momentum = share * momentum + (1 - share) * min(momentum, self.FIRST_MOMENTUM)
             state["momentum"].lerp_(grads, 1 - momentum)
-            updates = orthogonalize(grads.lerp_(state["momentum"], momentum))  # Nesterov's look ahead
+            ahead = grads.lerp_(state["momentum"], momentum)  # Nesterov's
+            updates = distributed.divided(orthogonalize, ahead)
             torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
             for parameter, update in zip(params, updates, strict=True):
                 rows, columns = parameter.shape

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from pocketgpt import device as machine
+from pocketgpt import distributed
 from pocketgpt.errors import UserError
 from pocketgpt.loss import LinearCrossEntropy
 from pocketgpt.optim import OptimConfig, Optimizer
@@ -240,7 +241,7 @@ def set_micro_batch(
     there = sum(
         tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]
     )  # the weights have their place already
-    free = machine.free_memory(device)
+    free = distributed.from_main(lambda: machine.free_memory(device))  # all processes do the same
     train.micro_batch_size, planned = largest_that_fits(train.batch_size, SPARE * free + there, memory)
     return (
         f"train.micro_batch_size={train.micro_batch_size} of {train.batch_size}: planned {human(planned.total)}, "

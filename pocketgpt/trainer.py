@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pocketgpt import checkpoint, kernels, lora, optim
+from pocketgpt import checkpoint, distributed, kernels, lora, optim
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError, is_out_of_memory
 from pocketgpt.metrics import RunLog
@@ -87,6 +87,11 @@ class TrainConfig:
             raise UserError(
                 f"train.resume is {self.resume!r}: choose false, true, force, or a file stable_*.pt or resume_*.pt"
             )
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of a micro-batch: at most what gives every process of the run one."""
+        return min(self.micro_batch_size, -(-self.batch_size // distributed.world()))
 
     @property
     def branch(self) -> Path | None:
@@ -187,6 +192,9 @@ def train(
     nothing had been. A second Ctrl-C stops at once. When the decay begins, `stable_<stage>.pt` keeps what was there before it:
     `train.resume=FILE` branches from that, or from another file of the stable phase, as if this run had made it.
 
+    Under torchrun the micro-batches of a step are dealt to the processes, see `pocketgpt.distributed`; the first one evaluates
+    and writes, so that only its Result has metrics.
+
     Raises:
         UserError: if loss or gradient stay non-finite, if memory does not suffice, or if there is nothing to resume from,
             or something else than `stage.made_from`, or to branch from something else than a stable phase.
@@ -209,9 +217,10 @@ def train(
         if config.branch:
             check_branch(source, config, state)
         log.say(f"resumed at step {state.step} from {source}")
-    else:
+    elif distributed.is_main():
         for old in (stable_path, previous(stable_path)):
             old.unlink(missing_ok=True)
+    distributed.same_weights(model)
     log.start(config.steps, config.minutes, state.step, state.elapsed)
     data = {key: value for key, value in stage.made_from.items() if key not in log.about["config"]}
     log.record(unit=stage.unit, data=data, environment=machine.environment(device))
@@ -233,15 +242,23 @@ def train(
             scale = lr_scale(config, state, step_seconds)
             if state.scale == 1 > scale:
                 save_resume(stable_path, model, optimizer, stage, state)
-            torch.manual_seed(config.seed * 1_000_003 + state.step)  # dropout
-            batches = [batch.to(device) for batch in stage.batches(state.step)]
+            torch.manual_seed(config.seed * 1_000_003 + state.step + (distributed.rank() << 40))  # dropout
+            batches = stage.batches(state.step)  # of all processes: so each knows what the whole step supervises
             weight = max(1, sum(batch.weight for batch in batches))
-            sums: dict[str, Tensor] = {}
-            for batch in batches:
-                total, numbers = stage.loss(batch)
-                (total / weight).backward()
-                for key, value in {"loss": total.detach(), **numbers}.items():
-                    sums[key] = sums.get(key, 0.0) + value
+            sums: dict[str, Any] = {}
+            failure: Exception | None = None
+            try:
+                for batch in batches[distributed.rank() :: distributed.world()]:
+                    total, numbers = stage.loss(batch.to(device))
+                    (total / weight).backward()
+                    for key, value in {"loss": total.detach(), **numbers}.items():
+                        sums[key] = sums.get(key, 0.0) + value
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = error
+            sums = together(sums, failure)
+            distributed.sum_gradients(model.parameters())
             norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
             supervised = any(batch.weight for batch in batches)
             if supervised and bool(torch.isfinite(norm + sums["loss"])):
@@ -262,12 +279,17 @@ def train(
             state.tokens += read
             timed += step_seconds
             state.elapsed = time.perf_counter() - began
+            # the clock is that of the first process, and a signal to one is a signal to all
+            clocks = distributed.gather((step_seconds, state.elapsed, interrupt.signal))
+            step_seconds, state.elapsed, _ = clocks[0]
+            stopped_by = max(number for _, _, number in clocks)
             shown = {key: float(value) / weight for key, value in sums.items()}
             log.advance(state.step, state.elapsed)
 
             last = finished(config, state, step_seconds)
-            if state.step % config.log_every == 0 or state.step == 1 or last:
+            if distributed.is_main() and (state.step % config.log_every == 0 or state.step == 1 or last):
                 rate = tokens / timed
+                peak = distributed.world() * machine.matmul_rate(device, autocast_dtype(config, device))
                 log.train(
                     state.step,
                     shown,
@@ -275,7 +297,7 @@ def train(
                     grad_norm=float(norm),
                     lr=config.lr * scale,
                     tokens_per_s=rate,
-                    mfu=rate * stage.flops_per_token / machine.matmul_rate(device, autocast_dtype(config, device)),
+                    mfu=rate * stage.flops_per_token / peak,
                     memory_bytes=machine.peak_memory(device),
                     tokens=state.tokens,
                     elapsed_s=state.elapsed,
@@ -287,11 +309,11 @@ def train(
                 evaluate(model, stage, state, log)
                 if not last:
                     save_resume(resume_path, model, optimizer, stage, state)
-            if interrupt.signal:
+            if stopped_by:
                 save_resume(resume_path, model, optimizer, stage, state)
                 log.stop()
                 log.say(f"stopped after step {state.step}, saved {resume_path}; go on with train.resume=true")
-                raise SystemExit(128 + interrupt.signal)
+                raise SystemExit(128 + stopped_by)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -406,8 +428,24 @@ def finished(config: TrainConfig, state: State, step_seconds: float) -> bool:
     return config.minutes > 0 and state.step > 0 and state.elapsed + step_seconds > 60 * config.minutes
 
 
+def together(sums: dict[str, Any], failure: Exception | None) -> dict[str, Any]:
+    """The sums over all processes. If memory did not suffice in one of them, all raise."""
+    if distributed.world() == 1:
+        if failure is not None:
+            raise failure
+        return sums
+    parts = distributed.gather(({key: float(value) for key, value in sums.items()}, failure is not None))
+    if any(failed for _, failed in parts):
+        raise failure or MemoryError("another process")
+    keys = dict.fromkeys(key for part, _ in parts for key in part)
+    return {key: sum(part.get(key, 0.0) for part, _ in parts) for key in keys}
+
+
 def evaluate(model: nn.Module, stage: Stage, state: State, log: RunLog) -> None:
-    """Held-out metrics and a sample; keeps the weights if they are the best so far by the stage's monitor."""
+    """Held-out metrics and a sample; keeps the weights if they are the best so far by the stage's monitor. The first process
+    does so for all."""
+    if not distributed.is_main():
+        return
     model.eval()
     with torch.no_grad():
         state.last_metrics = stage.evaluate()
@@ -438,6 +476,9 @@ def previous(path: Path) -> Path:
 
 
 def save_resume(path: Path, model: nn.Module, optimizer: optim.Optimizer, stage: Stage, state: State) -> None:
+    """Write where the run stands, for a run of any number of processes."""
+    if not distributed.is_main():
+        return
     contents = {
         "made_from": stage.made_from,
         "model": lora.trained(model),
