@@ -24,6 +24,7 @@ namespace {
 
 constexpr int LANES = 16;
 constexpr int GROUP = 32;  // int4 weights that share a scale
+constexpr int64_t RUN = 128;  // products that are summed one after another, before their sum joins that of the others
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
@@ -76,10 +77,10 @@ inline float sum(Floats v) {
   return v[0];
 }
 
-// acc[m][v] += x[m] . (outputs of panel v), for MR rows of x (M, K) and NV panels; each output is summed in the order of k.
+// acc[m][v] += x[m] . (outputs of panel v) over k in [from, to), for MR rows of x (M, K) and NV panels, in the order of k.
 template <int MR, int NV, typename W>
-inline void dots(const float* x, const W* w, const float*, int64_t K, Floats (&acc)[MR][NV]) {
-  for (int64_t k = 0; k < K; ++k) {
+inline void dots(const float* x, const W* w, const float*, int64_t K, int64_t from, int64_t to, Floats (&acc)[MR][NV]) {
+  for (int64_t k = from; k < to; ++k) {
     Floats b[NV];
 #pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) {
@@ -94,8 +95,9 @@ inline void dots(const float* x, const W* w, const float*, int64_t K, Floats (&a
 }
 
 template <int MR, int NV>
-inline void dots(const float* x, const Nibbles* w, const float* scale, int64_t K, Floats (&acc)[MR][NV]) {
-  for (int64_t g = 0; g < K / GROUP; ++g) {
+inline void dots(const float* x, const Nibbles* w, const float* scale, int64_t K, int64_t from, int64_t to,
+                 Floats (&acc)[MR][NV]) {
+  for (int64_t g = from / GROUP; g < to / GROUP; ++g) {
     Floats s[NV];
 #pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) s[v] = load<Floats>(scale + (v * (K / GROUP) + g) * LANES);
@@ -136,7 +138,12 @@ inline Floats part(const float* p, int64_t n) {
 template <int MR, int NV, typename W>
 void tile(const Product& p, const W* w, const float* group_scales, int64_t m, int64_t panel) {
   Floats acc[MR][NV] = {};
-  dots<MR, NV>(p.x + m * p.K, w, group_scales, p.K, acc);
+  for (int64_t k = 0; k < p.K; k += RUN) {  // one running sum over all of K would round several times as much
+    Floats some[MR][NV] = {};
+    dots<MR, NV>(p.x + m * p.K, w, group_scales, p.K, k, std::min(k + RUN, p.K), some);
+    for (int i = 0; i < MR; ++i)
+      for (int v = 0; v < NV; ++v) acc[i][v] += some[i][v];
+  }
   for (int v = 0; v < NV; ++v) {
     const int64_t n = (panel + v) * LANES, width = std::min<int64_t>(LANES, p.N - n);
     const Floats scale = p.scale ? part(p.scale + n, width) : Floats{} + 1.0f;

@@ -143,6 +143,23 @@ def test_a_row_does_not_depend_on_the_others_to_the_last_bit(format: str) -> Non
         assert torch.equal(layer(x[rows]), together[rows])
 
 
+def test_long_sums_round_less_than_one_running_sum() -> None:
+    """Which moved SmolLM2's logits by eight times as much as float32 does without a cache (docs/LOG.md)."""
+    if kernels.build():
+        pytest.skip(kernels.build())
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.rand(3, 4096, generator=generator), torch.rand(32, 4096, generator=generator)
+    layer = nn.Linear(4096, 32, bias=False)
+    layer.weight = nn.Parameter(weight)
+    right = x.double() @ weight.double().T
+    running = torch.zeros(3, 32)
+    for k in range(4096):
+        running += x[:, k, None] * weight[None, :, k]
+    with torch.inference_mode():
+        off = (packed.PackedLinear([layer], "float32")(x) - right).abs().mean()
+    assert off < 0.25 * (running - right).abs().mean()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(1, 1, 12), (4, 2, 16), (6, 1, 64), (3, 3, 80)])
 def test_attention_of_the_kernels_equals_torchs(dtype: torch.dtype, heads: int, kv_heads: int, width: int) -> None:
