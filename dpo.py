@@ -541,9 +541,8 @@ def main() -> None:
             ),
         )
 
-    if (
-        distributed.is_main() and not cfg.train.resume
-    ):  # two runs follow, and the first must not leave the second with an old one's state
+    # Two runs follow, and the first must not leave the second with an old one's state.
+    if distributed.is_main() and not cfg.train.resume:
         for name in ("control", "dpo"):
             for path in out.glob(f"resume_{name}*.pt"):
                 path.unlink()

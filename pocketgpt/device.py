@@ -111,9 +111,8 @@ def free_memory(device: torch.device) -> int:
         )
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
-    found = [
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    ]  # where the system does not say: half of all
+    # Where the system does not say: half of all.
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
     with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
         found = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")] or found
     with contextlib.suppress(OSError, ValueError):  # "max": no limit

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from pocketgpt.errors import UserError
 
 T = TypeVar("T")
-FOREVER = timedelta(
-    days=365
-)  # while the first process evaluates, the others wait; a dead one is noticed by its connection
+# While the first process evaluates, the others wait; a dead one is noticed by its connection.
+FOREVER = timedelta(days=365)
 
 
 def rank() -> int:

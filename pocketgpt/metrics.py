@@ -39,7 +39,8 @@ class RunLog:
     """The log of one stage: `metrics_<stage>.jsonl` and `plot_<stage>.png` under `out`, what was run in
     `run_<stage>.json`, lines and a bar on the terminal.
 
-    `out` is reserved for this process. Of a run of several processes all but the first are silent and write nothing. log: where else to send the numbers, see `LISTENERS`.
+    `out` is reserved for this process. Of a run of several processes all but the first are silent and write nothing.
+    log: where else to send the numbers, see `LISTENERS`.
 
     Raises:
         UserError: if log is something else, or not set up, or another process writes to `out`.

@@ -238,9 +238,8 @@ def set_micro_batch(
         settings = {"dtype": dtype, "accumulate": accumulate, "device": device}
         return step_memory(network, items * rows_each, length, optim_config, **settings)
 
-    there = sum(
-        tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]
-    )  # the weights have their place already
+    # The weights have their place already.
+    there = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     free = distributed.from_main(lambda: machine.free_memory(device))  # all processes do the same
     train.micro_batch_size, planned = largest_that_fits(train.batch_size, SPARE * free + there, memory)
     return (

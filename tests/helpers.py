@@ -1,5 +1,7 @@
 """Small models with weights that show everything, for tests that need one."""
 
+import json
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -7,6 +9,8 @@ from torch import Tensor
 
 from base_model import GPT, PRESETS, GPTConfig
 from kv_cache import CachedGPT
+from pocketgpt import checkpoint
+from pocketgpt.tokenizer import Tokenizer
 
 Model = TypeVar("Model", bound=GPT)
 
@@ -67,3 +71,17 @@ def max_diff(a: Tensor, b: Tensor) -> float:
     """The largest difference. NaN anywhere is a NaN, which no bound lets through."""
     assert a.shape == b.shape, (a.shape, b.shape)
     return (a.double() - b.double()).abs().max().item()
+
+
+def work_folder(folder: Path, tok: Tokenizer) -> Path:
+    """Write a checkpoint with weights that show everything, and texts, conversations and pairs of very different lengths."""
+    model = randomise(GPT(tiny_config(vocab_size=tok.vocab_size, block_size=160)))
+    checkpoint.save(folder, checkpoint.Checkpoint("sft", model.config.to_dict(), model.state_dict(), tok))
+    words = "the gulls talked about the sea and the bread".split()
+    texts = [" ".join((words * 4)[: 1 + n * n % 29]) for n in range(16)]
+    (folder / "pretrain.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts * 4))
+    chats = [{"prompt": "Say it.", "completion": text} for text in texts]
+    (folder / "sft.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    pairs = [{"prompt": "Say it.", "chosen": a, "rejected": f"{b}."} for a, b in zip(texts, texts[::-1], strict=True)]
+    (folder / "dpo.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    return folder

@@ -1,18 +1,16 @@
 """Micro-batches of unequal size give the gradient of the whole batch, in the programs themselves; and what a loss without a reference leaves out."""
 
-import json
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from helpers import randomise, tiny_config
+from helpers import work_folder
 from torch import Tensor, nn
 
 import dpo
 import sft
-from base_model import GPT
 from pocketgpt import checkpoint, evaluation, metrics, optim, trainer
 from pocketgpt.tokenizer import Tokenizer
 from pocketgpt.trainer import Batch
@@ -24,17 +22,7 @@ class Stop(Exception):
 
 @pytest.fixture(scope="module")
 def folder(tok: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with weights that show everything, conversations and pairs of very different lengths."""
-    folder = tmp_path_factory.mktemp("work")
-    model = randomise(GPT(tiny_config(vocab_size=tok.vocab_size, block_size=160)))
-    checkpoint.save(folder, checkpoint.Checkpoint("sft", model.config.to_dict(), model.state_dict(), tok))
-    words = "the gulls talked about the sea and the bread".split()
-    texts = [" ".join((words * 4)[: 1 + n * n % 29]) for n in range(16)]
-    chats = [{"prompt": "Say it.", "completion": text} for text in texts]
-    (folder / "sft.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    pairs = [{"prompt": "Say it.", "chosen": a, "rejected": f"{b}."} for a, b in zip(texts, texts[::-1], strict=True)]
-    (folder / "dpo.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    return folder
+    return work_folder(tmp_path_factory.mktemp("work"), tok)
 
 
 def call(script: ModuleType, folder: Path, out: Path, *arguments: str) -> None:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import randomise, tiny_config
+from helpers import work_folder
 
-from base_model import GPT
 from pocketgpt import checkpoint
 from pocketgpt.tokenizer import Tokenizer
 
@@ -72,17 +71,7 @@ def torchrun(processes: int, *command: str, nodes: tuple[str, ...] = ()) -> subp
 
 @pytest.fixture(scope="module")
 def folder(tok: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, and texts, conversations and pairs of very different lengths."""
-    folder = tmp_path_factory.mktemp("work")
-    model = randomise(GPT(tiny_config(vocab_size=tok.vocab_size, block_size=160)))
-    checkpoint.save(folder, checkpoint.Checkpoint("sft", model.config.to_dict(), model.state_dict(), tok))
-    words = "the gulls talked about the sea and the bread".split()
-    texts = [" ".join((words * 4)[: 1 + n * n % 29]) for n in range(16)]
-    (folder / "pretrain.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts * 4))
-    chats = [{"prompt": "Say it.", "completion": text} for text in texts]
-    (folder / "sft.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    pairs = [{"prompt": "Say it.", "chosen": a, "rejected": f"{b}."} for a, b in zip(texts, texts[::-1], strict=True)]
-    (folder / "dpo.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    folder = work_folder(tmp_path_factory.mktemp("work"), tok)
     (folder / "worker.py").write_text(WORKER.format(root=str(ROOT), tests=str(ROOT / "tests")))
     return folder
 
