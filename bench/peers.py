@@ -155,10 +155,15 @@ def trainer(spec: Spec) -> dict[str, Any]:
     }
 
 
-def load_start(folder: str) -> tuple[Any, Any]:
+def fitted(spec: Spec, kind: Any, told: Any, data: Any) -> tuple[Any, Watch]:
+    """The model of `start` after a trainer of trl has run on data, and the times of its steps."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(spec["start"], dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(spec["start"])
+    watch = Watch()
+    kind(model=model, args=told, train_dataset=data, processing_class=tokenizer, callbacks=[watch.callback()]).train()
+    return model, watch
 
 
 def in_ours(spec: Spec, model: Any, device: torch.device) -> GPT:
@@ -188,8 +193,6 @@ def supervised(spec: Spec) -> dict[str, Any]:
 
     pairs = [encode(tok, chat) for chat in chats]
     data = Dataset.from_list([{"input_ids": ids, "assistant_masks": [int(one) for one in mask]} for ids, mask in pairs])
-    model, tokenizer = load_start(spec["start"])
-    watch = Watch()
     told = SFTConfig(
         **common(spec, spec["steps"], 1e-3, per_step),
         warmup_steps=1,
@@ -197,9 +200,7 @@ def supervised(spec: Spec) -> dict[str, Any]:
         logging_steps=1,
         lr_scheduler_type="linear",
     )
-    SFTTrainer(
-        model=model, args=told, train_dataset=data, processing_class=tokenizer, callbacks=[watch.callback()]
-    ).train()
+    model, watch = fitted(spec, SFTTrainer, told, data)
     device = machine.pick_device(spec["device"])
     dtype = torch.bfloat16 if spec["bf16"] else torch.float32
     return {
@@ -230,8 +231,6 @@ def preferences(spec: Spec) -> dict[str, Any]:
             for pair in train_pairs
         ]
     )
-    model, tokenizer = load_start(spec["start"])
-    watch = Watch()
     told = DPOConfig(
         **common(spec, spec["steps"], cfg.train.lr, cfg.train.batch_size),
         beta=cfg.dpo.numbers()["beta"],
@@ -240,9 +239,7 @@ def preferences(spec: Spec) -> dict[str, Any]:
         logging_steps=1,
         lr_scheduler_type="linear",
     )
-    DPOTrainer(
-        model=model, args=told, train_dataset=data, processing_class=tokenizer, callbacks=[watch.callback()]
-    ).train()
+    model, watch = fitted(spec, DPOTrainer, told, data)
     device = machine.pick_device(spec["device"])
     dtype = torch.bfloat16 if spec["bf16"] else torch.float32
     held = dpo.PairRows(loaded.tokenizer, val_pairs, loaded.config["block_size"], cfg.train.seed)
