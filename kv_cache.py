@@ -18,7 +18,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -101,8 +101,7 @@ class KVCache:
 
     def positions(self, n: int, device: torch.device) -> Tensor:
         """Positions of the next n tokens: (n,), or (B, n) in a ragged batch."""
-        if n > self.room:
-            raise ValueError(f"{n} more tokens do not fit into block_size {self.config.block_size}: {self.room} left")
+        check_room(n, self.room, self.config.block_size)
         slots = torch.arange(self.length, self.length + n, device=device)
         return slots if self.starts is None else (slots - self.starts[:, None]).clamp_min(0)
 
@@ -369,6 +368,8 @@ class BlockPool:
         # One block more than is lent: padding is written there, and rows shorter than others read it, unseen.
         shape = (config.n_layer, n_blocks + 1, block_size, 2, config.n_kv_head, config.width_of_head)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
+        # The keys and the values of each layer, (blocks, n_kv_head, block_size, head_dim), as kernels.cpp takes them.
+        self.layers = [[layer[:, :, i].transpose(1, 2) for layer in self.kv] for i in (0, 1)]
         self.refs = [0] * n_blocks
         self.free = dict.fromkeys(range(n_blocks))  # in the order in which they will be taken
         self.block_of: dict[bytes, int] = {}  # full blocks by the hash of their text and all text before it
@@ -490,8 +491,7 @@ class PagedCache(KVCache):
     def positions(self, n: int, device: torch.device) -> Tensor:
         """Positions of the next n tokens of each row, (B, n). Takes the blocks, and notes for all layers what is written
         and read where."""
-        if n > self.room:
-            raise ValueError(f"{n} more tokens do not fit into block_size {self.config.block_size}: {self.room} left")
+        check_room(n, self.room, self.config.block_size)
         pool, size = self.pool, self.pool.block_size
         for row, pad in zip(self.rows, self.pads, strict=True):
             pool.reserve(row, max(0, n - pad))
@@ -555,6 +555,11 @@ class PagedCache(KVCache):
     def nbytes(self) -> int:
         """Bytes of the blocks that are held, each once, however many rows hold it."""
         return self.pool.nbytes(len({block for row in self.rows for block in row.blocks}))
+
+
+def check_room(n: int, room: int, block_size: int) -> None:
+    if n > room:
+        raise ValueError(f"{n} more tokens do not fit into block_size {block_size}: {room} left")
 
 
 def check_crop(length: int, held: int) -> None:
@@ -638,12 +643,43 @@ class CachedGPT(GPT):
         view.__class__ = cls
         return cast(CachedGPT, view.eval())
 
+    @cached_property
+    def network(self) -> Any:
+        """Packed weights as the one call of kernels.cpp, which runs all layers; None on torch's operators."""
+        embed = self.embed
+        if not (isinstance(embed, PackedEmbedding) and kernels.loaded and self.kv_place[1].type == "cpu"):
+            return None
+        tensors: list[Tensor | None] = []
+        widths: list[int] = []
+
+        def take(*parts: nn.Module) -> None:
+            for part in parts:
+                tensors.append(cast(Tensor | None, getattr(part, "weight", None)))
+                if isinstance(part, PackedLinear | PackedEmbedding):
+                    tensors.append(part.scale)
+                    widths.append(part.n if isinstance(part, PackedLinear) else self.config.vocab_size)
+                tensors.append(cast(Tensor | None, getattr(part, "bias", None)))
+
+        take(embed)
+        learned = self.config.position == "learned"
+        tensors += [self.position.weight, None, None] if learned else [None, self.cos, self.sin]
+        take(self.norm)
+        for block in cast(Sequence[Any], self.blocks):
+            attn, mlp = block.attn, block.mlp
+            take(block.attn_norm, attn.q_norm, attn.k_norm, block.mlp_norm)
+            take(attn.qkv_proj, attn.o_proj, mlp.gate_up_proj if mlp.kind == "swiglu" else mlp.up_proj, mlp.down_proj)
+        c = self.config
+        sizes = (c.n_head, c.n_kv_head, c.width_of_head, c.mlp, c.norm == "layernorm", c.norm_eps)
+        return torch.classes.pocketgpt.Network(tensors, widths, *sizes)
+
     @torch.no_grad()
     def pack(self, format: str) -> Self:
         """Turn the weights, in place and for good, into what decodes fastest: fused, and in one of packed.FORMATS.
 
         The result has the same methods and gives the logits of the model with packed.rounded weights. It can be neither
-        trained nor saved. It runs on the C++ kernels if kernels.build() has loaded them, or else on torch's operators.
+        trained nor saved. On a CPU it runs on the C++ kernels if kernels.build() has loaded them: on a StaticCache and in
+        the engine all layers in one call (`network`), and then a row has the same bits however its text is cut into
+        chunks and whatever stands beside it. Elsewhere it runs on torch's operators.
         """
         head = PackedLinear([self.lm_head], format)
         self.embed = PackedEmbedding(head if self.config.tie_embeddings else PackedLinear([self.embed], format))  # type: ignore[assignment]
@@ -654,7 +690,8 @@ class CachedGPT(GPT):
         return self
 
     def compile_decode(self, tokens: int = 1) -> Self:
-        """Compile the step of one token per row: tens of seconds, or a few once inductor has it on disk.
+        """Compile the step of one token per row: tens of seconds, or a few once inductor has it on disk. For models that
+        are not packed; `network` runs the others, which is faster and needs no compiling.
 
         One graph serves every length and capacity; a batch of more than one row is compiled when it comes. Needs a C++
         compiler on the CPU; torch says so if there is none.
@@ -684,6 +721,14 @@ class CachedGPT(GPT):
     def extend(self, idx: Tensor, cache: KVCache) -> Tensor:
         """Run new ids (B, T) on top of the cache: what the head reads of them, (B, T, n_embd)."""
         n = idx.size(1)
+        if isinstance(cache, StaticCache) and cache.starts is None and kernels.loaded and self.network is not None:
+            check_room(n, cache.room, self.config.block_size)
+            check_capacity(cache.length + n, cache.capacity)
+            rows = idx.size(0)
+            counts, lengths = [n] * rows, [cache.length] * rows
+            hidden = self.network.run(idx.flatten().tolist(), counts, lengths, list(range(rows)), cache.k, cache.v)
+            cache.advance(n)
+            return hidden.view(rows, n, -1)
         # Lengths of 0 and 1 would each be a graph of their own.
         few = n <= (self.step_tokens if idx.size(0) == 1 else 1)
         if self.step and few and isinstance(cache, StaticCache) and cache.starts is None and cache.length > 1:
@@ -702,6 +747,19 @@ class CachedGPT(GPT):
         """`extend` for new ids of any lengths behind rows of a pool, padded at the left: (rows, longest, n_embd)."""
         longest = max(map(len, ids))
         pads = [longest - len(new) for new in ids]
+        if kernels.loaded and self.network is not None:
+            for row, new in zip(rows, ids, strict=True):
+                check_room(len(new), self.config.block_size - row.length, self.config.block_size)
+                pool.reserve(row, len(new))
+            width = max(len(row.blocks) for row in rows)
+            table = [block for row in rows for block in (row.blocks + [0] * width)[:width]]
+            counts, lengths = list(map(len, ids)), [row.length for row in rows]
+            flat = self.network.run([i for new in ids for i in new], counts, lengths, table, *pool.layers)
+            for row, n in zip(rows, counts, strict=True):
+                row.length += n
+            if not any(pads):
+                return flat.view(len(rows), longest, -1)
+            return torch.stack([F.pad(h, (0, 0, pad, 0)) for h, pad in zip(flat.split(counts), pads, strict=True)])
         padded = [[0] * pad + list(new) for pad, new in zip(pads, ids, strict=True)]
         return self.extend(torch.tensor(padded, device=pool.kv.device), pool.join(rows, pads))
 
@@ -811,7 +869,6 @@ class Config:
     out: str
     device: str
     quant: str
-    compile: bool
     draft: str
     prompt: str
     new_tokens: int
@@ -992,7 +1049,7 @@ def race(
 
 
 def find_drafter(cfg: Config, loaded: checkpoint.Checkpoint, device: torch.device) -> speculative.Drafter | None:
-    """What draft= names: prompt lookup, or the model of a checkpoint, packed and compiled like the one that it drafts for."""
+    """What draft= names: prompt lookup, or the model of a checkpoint, packed like the one that it drafts for."""
     if not cfg.draft or cfg.draft == "lookup":
         return speculative.PromptLookup() if cfg.draft else None
     small = checkpoint.load(Path(cfg.draft))
@@ -1079,14 +1136,7 @@ def main() -> None:
     cached = CachedGPT.from_loaded(loaded, device).pack(cfg.quant)
     without_kernels = kernels.build() if device.type == "cpu" else ""
     if without_kernels:
-        console.print(
-            f"{without_kernels}: decoding on torch's operators, not compiled, which takes longer", markup=False
-        )
-    elif cfg.compile and device.type == "cpu":
-        console.print("compiling the decode step: ten to forty seconds, a few when torch has it in its cache")
-        cached.compile_decode(tokens=kernels.MAX_QUERIES if drafter else 1)
-        if isinstance(drafter, speculative.ModelDraft):
-            drafter.model.compile_decode()
+        console.print(f"{without_kernels}: decoding on torch's operators, which takes longer", markup=False)
     tok, shape = loaded.tokenizer, plain.config
     lengths = [n for n in cfg.prompt_lengths if n < shape.block_size]
     text = tok.encode(cfg.prompt)

@@ -36,7 +36,7 @@ from pocketgpt.metrics import bar, console
 CONTEXTS = (64, 512, 2048)  # tokens of the prompt
 ROWS = 32
 ENGINES = {  # name -> (kind and variant of engines.py, precisions)
-    "ours": ("ours", "compiled", ("float32", "bfloat16", "int8")),
+    "ours": ("ours", "packed", ("float32", "bfloat16", "int8")),
     "ours, no cache": ("ours", "nocache", ("float32",)),
     "hf dynamic": ("transformers", "dynamic", ("float32", "bfloat16")),
     "hf static": ("transformers", "static", ("float32", "bfloat16")),

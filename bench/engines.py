@@ -112,7 +112,7 @@ class TorchEngine(Engine):
 
 
 class Ours(TorchEngine):
-    """base_model.GPT (variant nocache) and kv_cache.CachedGPT (compiled). All calls into them are here."""
+    """base_model.GPT (variant nocache) and kv_cache.CachedGPT (packed). All calls into them are here."""
 
     def setup(self) -> dict[str, Any]:
         self.start()
@@ -127,8 +127,6 @@ class Ours(TorchEngine):
         if self.variant != "nocache":
             note = kernels.build() if self.device == "cpu" else ""
             model.pack(self.precision)
-            if not note and self.device == "cpu":
-                model.compile_decode(kernels.MAX_QUERIES if self.folder.name == "copying" else 1)
         self.model = model
         self.generate([list(range(1, 65))], 8)
         n = self.read_parameters()

@@ -9,13 +9,19 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <torch/custom_class.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
@@ -71,6 +77,16 @@ inline float one(const float* p) { return *p; }
 inline float one(const at::BFloat16* p) { return static_cast<float>(*p); }
 inline float one(const int8_t* p) { return *p; }
 
+// a b + c with one rounding. By name where the compiler is free to choose, and chose differently for one row and for six.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#ifdef __AVX512F__
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  for (int i = 0; i < LANES; ++i) c[i] = std::fma(a[i], b[i], c[i]);
+  return c;
+#endif
+}
+
 inline float sum(Floats v) {
   for (int half = LANES / 2; half; half /= 2)
     for (int i = 0; i < half; ++i) v[i] += v[i + half];
@@ -125,10 +141,12 @@ struct Product {
   const float *x, *scale, *bias;
   float* y;
   int64_t M, N, K;
+  bool add;  // to what y holds
 };
 
 // The first n of LANES floats at p; the others are 0.
 inline Floats part(const float* p, int64_t n) {
+  if (n == LANES) return load<Floats>(p);
   Floats v = {};
   std::memcpy(&v, p, n * sizeof(float));
   return v;
@@ -149,8 +167,10 @@ void tile(const Product& p, const W* w, const float* group_scales, int64_t m, in
     const Floats scale = p.scale ? part(p.scale + n, width) : Floats{} + 1.0f;
     const Floats bias = p.bias ? part(p.bias + n, width) : Floats{};
     for (int i = 0; i < MR; ++i) {
-      const Floats y = acc[i][v] * scale + bias;
-      std::memcpy(p.y + (m + i) * p.N + n, &y, width * sizeof(float));
+      float* out = p.y + (m + i) * p.N + n;
+      Floats y = fused(acc[i][v], scale, bias);
+      if (p.add) y = part(out, width) + y;
+      std::memcpy(out, &y, width * sizeof(float));
     }
   }
 }
@@ -184,75 +204,95 @@ void widened(const Product& p, const W* w, const float* group_scales, int64_t pa
   panels<NV>(p, scratch.data(), nullptr, panel);
 }
 
+// The share [begin, end) of the panels of y.
 template <typename W>
-void multiply(Product p, const W* w) {
+void multiply(Product p, const W* w, int64_t begin, int64_t end, std::vector<float>& scratch) {
   constexpr bool grouped = std::is_same_v<W, Nibbles>;
   const float* group_scales = grouped ? p.scale : nullptr;
   if (grouped) p.scale = nullptr;
-  at::parallel_for(0, (p.N + LANES - 1) / LANES, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> scratch;
-    auto some = [&]<int NV>(int64_t panel) {
-      const W* here = w + panel * LANES * (grouped ? p.K / 2 : p.K);
-      const float* scales = grouped ? group_scales + panel * LANES * (p.K / GROUP) : nullptr;
-      if (p.M < MANY || std::is_same_v<W, float>) panels<NV>(p, here, scales, panel);
-      else widened<NV>(p, here, scales, panel, scratch);
-    };
-    int64_t n = begin;
-    for (; n + WIDE <= end; n += WIDE) some.template operator()<WIDE>(n);
-    for (; n < end; ++n) some.template operator()<1>(n);
-  });
+  auto some = [&]<int NV>(int64_t panel) {
+    const W* here = w + panel * LANES * (grouped ? p.K / 2 : p.K);
+    const float* scales = grouped ? group_scales + panel * LANES * (p.K / GROUP) : nullptr;
+    if (p.M < MANY || std::is_same_v<W, float>) panels<NV>(p, here, scales, panel);
+    else widened<NV>(p, here, scales, panel, scratch);
+  };
+  int64_t n = begin;
+  for (; n + WIDE <= end; n += WIDE) some.template operator()<WIDE>(n);
+  for (; n < end; ++n) some.template operator()<1>(n);
 }
 
 using OptionalTensor = std::optional<at::Tensor>;
 
+// What a PackedLinear of packed.py holds.
+struct Matrix {
+  at::Tensor weight;
+  OptionalTensor scale, bias;
+  int64_t N;
+
+  int64_t K() const { return weight.size(1) * (weight.scalar_type() == at::kByte ? 2 : 1); }
+  int64_t panels() const { return (N + LANES - 1) / LANES; }
+
+  // y (M, N) = x (M, K) times the weights, or y plus that; panels [begin, end) of it.
+  void multiply(const float* x, int64_t M, float* y, bool add, int64_t begin, int64_t end,
+                std::vector<float>& scratch) const {
+    const Product p{x, scale ? scale->const_data_ptr<float>() : nullptr, bias ? bias->const_data_ptr<float>() : nullptr,
+                    y, M, N, K(), add};
+    switch (weight.scalar_type()) {
+      case at::kFloat: return ::multiply(p, weight.const_data_ptr<float>(), begin, end, scratch);
+      case at::kBFloat16: return ::multiply(p, weight.const_data_ptr<at::BFloat16>(), begin, end, scratch);
+      case at::kChar: return ::multiply(p, weight.const_data_ptr<int8_t>(), begin, end, scratch);
+      default: ::multiply(p, reinterpret_cast<const Nibbles*>(weight.const_data_ptr<uint8_t>()), begin, end, scratch);
+    }
+  }
+};
+
 at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const OptionalTensor& scale, const OptionalTensor& bias,
                   int64_t N) {
-  const int64_t K = x.size(-1);
+  const Matrix matrix{w, scale, bias, N};
   auto sizes = x.sizes().vec();
   sizes.back() = N;
   const at::Tensor flat = x.contiguous(), y = at::empty(sizes, x.options());
-  const Product p{flat.const_data_ptr<float>(), scale ? scale->const_data_ptr<float>() : nullptr,
-                  bias ? bias->const_data_ptr<float>() : nullptr, y.mutable_data_ptr<float>(), x.numel() / K, N, K};
-  switch (w.scalar_type()) {
-    case at::kFloat: multiply(p, w.const_data_ptr<float>()); break;
-    case at::kBFloat16: multiply(p, w.const_data_ptr<at::BFloat16>()); break;
-    case at::kChar: multiply(p, w.const_data_ptr<int8_t>()); break;
-    default: multiply(p, reinterpret_cast<const Nibbles*>(w.const_data_ptr<uint8_t>()));
-  }
+  at::parallel_for(0, matrix.panels(), 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> scratch;
+    matrix.multiply(flat.const_data_ptr<float>(), x.numel() / x.size(-1), y.mutable_data_ptr<float>(), false, begin,
+                    end, scratch);
+  });
   return y;
 }
 
 template <typename W>
-void gather(const at::Tensor& idx, const W* w, const float* scale, int64_t K, float* out) {
-  for (int64_t i = 0; i < idx.numel(); ++i) {
-    const int64_t id = idx.const_data_ptr<int64_t>()[i], panel = id / LANES, lane = id % LANES;
-    for (int64_t k = 0; k < K; ++k, ++out) {
-      if constexpr (std::is_same_v<W, Nibbles>) {
-        const uint8_t pair = w[(panel * K + k) / 2 * LANES + lane].pair;
-        *out = static_cast<float>((k % 2 ? pair >> 4 : pair & 15) - 8) * scale[(panel * K + k) / GROUP * LANES + lane];
-      } else {
-        *out = one(w + (panel * K + k) * LANES + lane) * (scale ? scale[id] : 1.0f);
-      }
+void gather(const W* w, const float* scale, int64_t id, int64_t K, float* out) {
+  const int64_t panel = id / LANES, lane = id % LANES;
+  for (int64_t k = 0; k < K; ++k) {
+    if constexpr (std::is_same_v<W, Nibbles>) {
+      const uint8_t pair = w[(panel * K + k) / 2 * LANES + lane].pair;
+      out[k] = static_cast<float>((k % 2 ? pair >> 4 : pair & 15) - 8) * scale[(panel * K + k) / GROUP * LANES + lane];
+    } else {
+      out[k] = one(w + (panel * K + k) * LANES + lane) * (scale ? scale[id] : 1.0f);
     }
+  }
+}
+
+// Row id of packed weights.
+void gather(const Matrix& m, int64_t id, float* out) {
+  const float* s = m.scale ? m.scale->const_data_ptr<float>() : nullptr;
+  switch (m.weight.scalar_type()) {
+    case at::kFloat: return gather(m.weight.const_data_ptr<float>(), s, id, m.K(), out);
+    case at::kBFloat16: return gather(m.weight.const_data_ptr<at::BFloat16>(), s, id, m.K(), out);
+    case at::kChar: return gather(m.weight.const_data_ptr<int8_t>(), s, id, m.K(), out);
+    default: gather(reinterpret_cast<const Nibbles*>(m.weight.const_data_ptr<uint8_t>()), s, id, m.K(), out);
   }
 }
 
 // Rows idx of packed weights, (..., K). An operation of its own, so that no compiler fuses it with the norm that follows
 // and sums its squares in an order that depends on how many rows there are.
 at::Tensor rows(const at::Tensor& idx, const at::Tensor& w, const OptionalTensor& scale) {
-  const bool grouped = w.scalar_type() == at::kByte;
-  const int64_t K = w.size(1) * (grouped ? 2 : 1);
+  const Matrix matrix{w, scale, std::nullopt, 0};
   auto sizes = idx.sizes().vec();
-  sizes.push_back(K);
+  sizes.push_back(matrix.K());
   const at::Tensor flat = idx.contiguous(), y = at::empty(sizes, w.options().dtype(at::kFloat));
-  const float* s = scale ? scale->const_data_ptr<float>() : nullptr;
-  float* out = y.mutable_data_ptr<float>();
-  switch (w.scalar_type()) {
-    case at::kFloat: gather(flat, w.const_data_ptr<float>(), s, K, out); break;
-    case at::kBFloat16: gather(flat, w.const_data_ptr<at::BFloat16>(), s, K, out); break;
-    case at::kChar: gather(flat, w.const_data_ptr<int8_t>(), s, K, out); break;
-    default: gather(flat, reinterpret_cast<const Nibbles*>(w.const_data_ptr<uint8_t>()), s, K, out);
-  }
+  for (int64_t i = 0; i < idx.numel(); ++i)
+    gather(matrix, flat.const_data_ptr<int64_t>()[i], y.mutable_data_ptr<float>() + i * matrix.K());
   return y;
 }
 
@@ -273,36 +313,52 @@ inline Floats exponential(Floats x) {
   return p * load<Floats>(&scale);
 }
 
-// One query against `keys` keys: out = softmax(scale q k^T) v. `scores` is scratch for keys + LANES floats.
+// Two vectors of sums that are to be added up, H at a time in each of 16 / (2 H) parts: one vector of parts of H.
+template <int H, int... J>
+inline Floats fold(Floats a, Floats b, std::integer_sequence<int, J...>) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, (J / H * 2 * H + J % H)...) +
+         __builtin_shufflevector(a, b, (J / H * 2 * H + J % H + H)...);
+#else
+  return __builtin_shuffle(a, b, Ints{(J / H * 2 * H + J % H)...}) +
+         __builtin_shuffle(a, b, Ints{(J / H * 2 * H + J % H + H)...});
+#endif
+}
+
+// The sums of 16 vectors, each in the order of `sum`.
+inline Floats sums(Floats (&v)[LANES]) {
+  constexpr auto lanes = std::make_integer_sequence<int, LANES>();
+  for (int i = 0; i < 8; ++i) v[i] = fold<8>(v[2 * i], v[2 * i + 1], lanes);
+  for (int i = 0; i < 4; ++i) v[i] = fold<4>(v[2 * i], v[2 * i + 1], lanes);
+  for (int i = 0; i < 2; ++i) v[i] = fold<2>(v[2 * i], v[2 * i + 1], lanes);
+  return fold<1>(v[0], v[1], lanes);
+}
+
+// One query against `keys` keys: out = softmax(scale q k^T) v. Key s lies k_at[s] numbers behind k, its value v_at[s]
+// behind v. `scores` is scratch for keys + LANES floats.
 template <typename T>
-void attend_one(const float* q, const T* k, const T* v, const bool* seen, int64_t keys, int64_t D, int64_t k_stride,
-                int64_t v_stride, float scale, float* scores, float* out) {
-  for (int64_t s = 0; s < keys; s += 4) {
-    Floats acc[4] = {};
-    const int64_t n = std::min<int64_t>(4, keys - s);
-    int64_t d = 0;
-    for (; d + LANES <= D; d += LANES) {
-      const Floats a = widen(q + d);
-      if (n == 4)
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) acc[i] += a * widen(k + (s + i) * k_stride + d);
-      else
-        for (int i = 0; i < n; ++i) acc[i] += a * widen(k + (s + i) * k_stride + d);
-    }
-    for (int i = 0; i < n; ++i) {
-      float total = sum(acc[i]);
-      for (int64_t r = d; r < D; ++r) total += q[r] * one(k + (s + i) * k_stride + r);
-      scores[s + i] = seen && !seen[s + i] ? -INFINITY : total * scale;
-    }
+void attend_one(const float* q, const T* k, const T* v, const int64_t* k_at, const int64_t* v_at, const bool* seen,
+                int64_t keys, int64_t D, float scale, float* scores, float* out) {
+  for (int64_t s = 0; s < keys; s += LANES) {
+    Floats acc[LANES] = {};
+    const int64_t n = std::min<int64_t>(LANES, keys - s);
+    for (int64_t i = 0; i < n; ++i)
+      for (int64_t d = 0; d + LANES <= D; d += LANES) acc[i] += widen(q + d) * widen(k + k_at[s + i] + d);
+    Floats total = sums(acc);
+    for (int64_t r = D / LANES * LANES; r < D; ++r)
+      for (int64_t i = 0; i < n; ++i) total[i] = std::fma(q[r], one(k + k_at[s + i] + r), total[i]);
+    total *= scale;
+    for (int64_t i = 0; i < LANES; ++i)
+      if (i >= n || (seen && !seen[s + i])) total[i] = -INFINITY;
+    store(scores + s, total);
   }
   const float top = *std::max_element(scores, scores + keys);
-  std::fill(scores + keys, scores + keys + LANES, -INFINITY);
   Floats mass = {};
   for (int64_t s = 0; s < keys; s += LANES) {
     const Floats shifted = load<Floats>(scores + s) - top;
     const Floats p = exponential(shifted < -100.0f ? Floats{} - 100.0f : shifted);
     const Floats kept = shifted < -100.0f ? Floats{} : p;
-    std::memcpy(scores + s, &kept, sizeof(kept));
+    store(scores + s, kept);
     mass += kept;
   }
   const float share = 1.0f / sum(mass);
@@ -313,20 +369,17 @@ void attend_one(const float* q, const T* k, const T* v, const bool* seen, int64_
     for (; s + 2 <= keys; s += 2)
 #pragma GCC unroll 4
       for (int i = 0; i < WIDE; ++i) {
-        acc[0][i] += scores[s] * widen(v + s * v_stride + d + i * LANES);
-        acc[1][i] += scores[s + 1] * widen(v + (s + 1) * v_stride + d + i * LANES);
+        acc[0][i] += scores[s] * widen(v + v_at[s] + d + i * LANES);
+        acc[1][i] += scores[s + 1] * widen(v + v_at[s + 1] + d + i * LANES);
       }
     for (; s < keys; ++s)
-      for (int i = 0; i < WIDE; ++i) acc[0][i] += scores[s] * widen(v + s * v_stride + d + i * LANES);
-    for (int i = 0; i < WIDE; ++i) {
-      const Floats total = (acc[0][i] + acc[1][i]) * share;
-      std::memcpy(out + d + i * LANES, &total, sizeof(total));
-    }
+      for (int i = 0; i < WIDE; ++i) acc[0][i] += scores[s] * widen(v + v_at[s] + d + i * LANES);
+    for (int i = 0; i < WIDE; ++i) store(out + d + i * LANES, (acc[0][i] + acc[1][i]) * share);
   }
   for (; d < D; ++d) {
     float total = 0;
     // fma by name, as above: else the rounding of a key would depend on how many there are
-    for (int64_t s = 0; s < keys; ++s) total = std::fma(scores[s], one(v + s * v_stride + d), total);
+    for (int64_t s = 0; s < keys; ++s) total = std::fma(scores[s], one(v + v_at[s] + d), total);
     out[d] = total * share;
   }
 }
@@ -335,6 +388,8 @@ template <typename T>
 void attend_all(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask, at::Tensor& y) {
   const int64_t B = q.size(0), H = q.size(1), L = q.size(2), D = q.size(3), S = k.size(2), group = H / k.size(1);
   const float scale = 1.0f / std::sqrt(static_cast<float>(D));
+  std::vector<int64_t> k_at(S), v_at(S);
+  for (int64_t s = 0; s < S; ++s) k_at[s] = s * k.stride(2), v_at[s] = s * v.stride(2);
   at::parallel_for(0, B * H * L, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> scores(S + LANES);
     for (int64_t task = begin; task < end; ++task) {
@@ -344,8 +399,8 @@ void attend_all(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, c
         seen = mask->const_data_ptr<bool>() + (mask->size(0) > 1 ? b * mask->stride(0) : 0) + t * mask->stride(-2);
       attend_one(q.const_data_ptr<float>() + b * q.stride(0) + h * q.stride(1) + t * q.stride(2),
                  k.const_data_ptr<T>() + b * k.stride(0) + h / group * k.stride(1),
-                 v.const_data_ptr<T>() + b * v.stride(0) + h / group * v.stride(1), seen,
-                 mask ? S : S - L + t + 1, D, k.stride(2), v.stride(2), scale, scores.data(),
+                 v.const_data_ptr<T>() + b * v.stride(0) + h / group * v.stride(1), k_at.data(),
+                 v_at.data(), seen, mask ? S : S - L + t + 1, D, scale, scores.data(),
                  y.mutable_data_ptr<float>() + ((b * H + h) * L + t) * D);
     }
   });
@@ -358,12 +413,265 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   return y;
 }
 
+// f(first, width) for the parts of n numbers that fit into a vector.
+template <typename F>
+inline void parts(int64_t n, F f) {
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) f(i, static_cast<int64_t>(LANES));
+  if (i < n) f(i, n - i);
+}
+
+inline void store(float* p, Floats v, int64_t n) { std::memcpy(p, &v, n * sizeof(float)); }
+
+// RMSNorm, or LayerNorm if `centre`; without a weight nothing at all.
+struct Norm {
+  OptionalTensor weight, bias;
+  bool centre;
+  float eps;
+
+  void operator()(const float* x, int64_t n, float* y) const {
+    Floats mean = {}, squares = {};
+    if (centre) {
+      parts(n, [&](int64_t i, int64_t width) { mean += part(x + i, width); });
+      mean = Floats{} + sum(mean) / n;
+    }
+    parts(n, [&](int64_t i, int64_t width) {
+      store(y + i, part(x + i, width) - mean, width);
+      const Floats v = part(y + i, width);
+      squares += v * v;
+    });
+    const float scale = 1.0f / std::sqrt(sum(squares) / n + eps);
+    const float* w = weight->const_data_ptr<float>();
+    const float* b = bias ? bias->const_data_ptr<float>() : nullptr;
+    parts(n, [&](int64_t i, int64_t width) {
+      const Floats v = part(y + i, width) * scale * part(w + i, width);
+      store(y + i, b ? v + part(b + i, width) : v, width);
+    });
+  }
+};
+
+inline Floats sigmoid(Floats x) {
+  const Floats size = x < 0.0f ? -x : x;
+  const Floats e = exponential(size > 87.0f ? Floats{} - 87.0f : -size);
+  return (x < 0.0f ? e : Floats{} + 1.0f) / (1.0f + e);
+}
+
+// The threads of a step. All run the same code, and take their shares of each part of it, with a wait between parts.
+struct Team {
+  int id, size;
+
+  void wait() const {
+#ifdef _OPENMP
+#pragma omp barrier
+#endif
+  }
+
+  // Its share of n things, of which `unit` are cheapest done together.
+  std::pair<int64_t, int64_t> share(int64_t n, int64_t unit) const {
+    const int64_t units = (n + unit - 1) / unit;
+    return {std::min(n, units * id / size * unit), std::min(n, units * (id + 1) / size * unit)};
+  }
+};
+
+template <typename F>
+void together(F work) {
+#ifdef _OPENMP
+#pragma omp parallel num_threads(at::get_num_threads())
+  work(Team{omp_get_thread_num(), omp_get_num_threads()});
+#else
+  work(Team{0, 1});
+#endif
+}
+
+struct Layer {
+  Norm attn_norm, q_norm, k_norm, mlp_norm;
+  Matrix qkv, o, up, down;  // `up` is gate and up in SwiGLU
+};
+
+// All blocks of a packed model, and its last norm, as one call: a step of torch's operators, compiled or not, spends as
+// long between the products of a small model as in them.
+struct Network : torch::CustomClassHolder {
+  using Tensors = std::vector<at::Tensor>;
+
+  // numbers: n_head, n_kv_head, head_dim, n_inner. `tensors` and `widths` follow `take` and the order of calls below.
+  Network(const std::vector<OptionalTensor>& tensors, const std::vector<int64_t>& widths, int64_t n_head, int64_t n_kv_head,
+          int64_t head_dim, const std::string& mlp, bool centre, double eps)
+      : n_head(n_head), n_kv_head(n_kv_head), D(head_dim), mlp(mlp) {
+    auto tensor = tensors.begin();
+    auto width = widths.begin();
+    auto matrix = [&] { tensor += 3; return Matrix{tensor[-3].value(), tensor[-2], tensor[-1], *width++}; };
+    auto norm = [&] { tensor += 2; return Norm{tensor[-2], tensor[-1], centre, static_cast<float>(eps)}; };
+    embed = matrix();
+    for (OptionalTensor* table : {&learned, &cos, &sin}) *table = *tensor++;
+    final = norm();
+    while (tensor != tensors.end()) {
+      Layer& l = layers.emplace_back();
+      l.attn_norm = norm(), l.q_norm = norm(), l.k_norm = norm(), l.mlp_norm = norm();
+      l.qkv = matrix(), l.o = matrix(), l.up = matrix(), l.down = matrix();
+    }
+    C = layers[0].o.N;
+  }
+
+  // counts[r] new tokens for each row r, whose ids follow each other, behind the lengths[r] tokens that it holds: what the
+  // head reads of them, (sum of counts, n_embd). Keys and values of a layer are (blocks, n_kv_head, size, head_dim) and
+  // lie alike in all layers; token i of row r is in place i % size of block table[r * width + i / size].
+  at::Tensor run(const std::vector<int64_t>& ids, const std::vector<int64_t>& counts, const std::vector<int64_t>& lengths,
+                 const std::vector<int64_t>& table, const Tensors& keys, const Tensors& values) const {
+    Batch batch;
+    const at::Tensor& like = keys[0];
+    const int64_t size = like.size(2), rows = counts.size(), width = table.size() / rows;
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t begin = batch.at.size(), total = lengths[r] + counts[r];
+      TORCH_CHECK(total <= width * size, "row ", r, " has no room for its new tokens");
+      for (int64_t i = 0; i < total; ++i)
+        batch.at.push_back(table[r * width + i / size] * like.stride(0) + i % size * like.stride(2));
+      for (int64_t i = lengths[r]; i < total; ++i) batch.tokens.push_back({ids[batch.tokens.size()], i, begin});
+      batch.alone = batch.alone && counts[r] <= 1;
+      batch.longest = std::max(batch.longest, total);
+    }
+    at::Tensor y = at::empty({static_cast<int64_t>(batch.tokens.size()), C}, like.options().dtype(at::kFloat));
+    if (like.scalar_type() == at::kFloat) forward<float>(batch, keys, values, y.mutable_data_ptr<float>());
+    else forward<at::BFloat16>(batch, keys, values, y.mutable_data_ptr<float>());
+    return y;
+  }
+
+ private:
+  struct Token {
+    int64_t id, position, row;  // row: where the places of its keys begin in Batch::at
+  };
+  struct Batch {
+    std::vector<Token> tokens;
+    std::vector<int64_t> at;  // per row, where each of its tokens lies
+    int64_t longest = 0;
+    bool alone = true;  // no new token sees another one
+  };
+
+  int64_t n_head, n_kv_head, D, C;
+  std::string mlp;
+  Matrix embed;
+  OptionalTensor learned, cos, sin;
+  Norm final;
+  std::vector<Layer> layers;
+
+  template <typename T>
+  void forward(const Batch& batch, const Tensors& keys, const Tensors& values, float* out) const {
+    const int64_t M = batch.tokens.size(), group = n_head / n_kv_head, inner = layers[0].down.K();
+    const int64_t N = layers[0].qkv.N, up_width = layers[0].up.N, heads = n_head * D;
+    at::Tensor x_ = at::empty({M, C}), qkv_ = at::empty({M, N}), y_ = at::empty({M, heads}), up_ = at::empty({M, up_width});
+    at::Tensor hidden_ = at::empty({M, inner});
+    const int threads = at::get_num_threads();
+    const bool few = M <= 2;  // each thread norms these for itself, which takes less than a wait
+    at::Tensor normed_ = at::empty({few ? threads * M : M, C});
+    float *x = x_.mutable_data_ptr<float>(), *qkv = qkv_.mutable_data_ptr<float>(), *y = y_.mutable_data_ptr<float>();
+    float *up = up_.mutable_data_ptr<float>(), *hidden = hidden_.mutable_data_ptr<float>();
+    together([&](Team team) {
+      std::vector<float> scratch, scores(batch.longest + LANES);
+      float* normed = normed_.mutable_data_ptr<float>() + (few ? team.id * M * C : 0);
+      auto norm = [&](const Norm& norm) {
+        const auto [begin, end] = few ? std::pair<int64_t, int64_t>{0, M} : team.share(M, 1);
+        for (int64_t m = begin; m < end; ++m) norm(x + m * C, C, normed + m * C);
+        if (!few) team.wait();
+      };
+      auto multiply = [&](const Matrix& matrix, const float* from, float* to, bool add = false) {
+        const auto [begin, end] = team.share(matrix.panels(), WIDE);
+        matrix.multiply(from, M, to, add, begin, end, scratch);
+        team.wait();
+      };
+      // Norms and turns the queries and the key of a head of token m, in place, and keeps the key and its value.
+      auto prepare = [&](const Layer& l, int64_t layer, int64_t m, int64_t h) {
+        const Token& token = batch.tokens[m];
+        float *q = qkv + m * N + h * group * D, *k = qkv + m * N + heads + h * D, *v = k + n_kv_head * D;
+        for (int64_t g = 0; g <= group; ++g) {
+          float* head = g < group ? q + g * D : k;
+          const Norm& norm = g < group ? l.q_norm : l.k_norm;
+          if (norm.weight) norm(head, D, head);
+          if (cos) rotate(head, token.position);
+        }
+        const int64_t place = batch.at[token.row + token.position] + h * keys[layer].stride(1);
+        std::copy(k, k + D, keys[layer].mutable_data_ptr<T>() + place);
+        std::copy(v, v + D, values[layer].mutable_data_ptr<T>() + place);
+      };
+      auto attend = [&](const Layer& l, int64_t layer) {
+        if (!batch.alone) {
+          for (int64_t task = team.id; task < n_kv_head * M; task += team.size)
+            prepare(l, layer, task % M, task / M);
+          team.wait();
+        }
+        for (int64_t task = team.id; task < n_kv_head * M; task += team.size) {
+          const int64_t h = task / M, m = task % M, place = h * keys[layer].stride(1);
+          const Token& token = batch.tokens[m];
+          if (batch.alone) prepare(l, layer, m, h);
+          for (int64_t g = h * group; g < (h + 1) * group; ++g)
+            attend_one(qkv + m * N + g * D, keys[layer].const_data_ptr<T>() + place,
+                       values[layer].const_data_ptr<T>() + place, batch.at.data() + token.row,
+                       batch.at.data() + token.row, nullptr, token.position + 1, D,
+                       1.0f / std::sqrt(static_cast<float>(D)), scores.data(), y + m * heads + g * D);
+        }
+        team.wait();
+      };
+      const auto [from, to] = team.share(M, 1);
+      for (int64_t m = from; m < to; ++m) {
+        gather(embed, batch.tokens[m].id, x + m * C);
+        if (learned) {
+          const float* p = learned->const_data_ptr<float>() + batch.tokens[m].position * C;
+          parts(C, [&](int64_t i, int64_t n) { store(x + m * C + i, part(x + m * C + i, n) + part(p + i, n), n); });
+        }
+      }
+      team.wait();
+      for (size_t i = 0; i < layers.size(); ++i) {
+        const Layer& l = layers[i];
+        norm(l.attn_norm);
+        multiply(l.qkv, normed, qkv);
+        attend(l, i);
+        multiply(l.o, y, x, true);
+        norm(l.mlp_norm);
+        multiply(l.up, normed, up);
+        activate(up, hidden, M, inner, team);
+        multiply(l.down, hidden, x, true);
+      }
+      for (int64_t m = from; m < to; ++m) final(x + m * C, C, out + m * C);
+    });
+  }
+
+  void rotate(float* head, int64_t position) const {
+    const int64_t half = D / 2;
+    const float *c = cos->const_data_ptr<float>() + position * half, *s = sin->const_data_ptr<float>() + position * half;
+    parts(half, [&](int64_t i, int64_t n) {
+      const Floats a = part(head + i, n), b = part(head + half + i, n), u = part(c + i, n), w = part(s + i, n);
+      store(head + i, a * u - b * w, n);
+      store(head + half + i, b * u + a * w, n);
+    });
+  }
+
+  void activate(const float* up, float* hidden, int64_t M, int64_t inner, Team team) const {
+    const bool gated = mlp == "swiglu", squared = mlp == "relu2";
+    const auto [begin, end] = team.share(M * inner, LANES);  // any piece of it: rows need not begin with a vector
+    for (int64_t at = begin; at < end;) {
+      const int64_t m = at / inner, i = at % inner, n = std::min(end - at, inner - i);
+      const float* from = up + m * inner * (gated ? 2 : 1) + i;
+      parts(n, [&](int64_t j, int64_t width) {
+        const Floats v = part(from + j, width);
+        Floats y;
+        if (gated) y = v * sigmoid(v) * part(from + inner + j, width);
+        else if (squared) y = v > 0.0f ? v * v : Floats{};
+        else y = v * sigmoid(1.5957691216f * (v + 0.044715f * v * v * v));  // the tanh form of GELU
+        store(hidden + at + j, y, width);
+      });
+      at += n;
+    }
+    team.wait();
+  }
+};
+
 }  // namespace
 
 TORCH_LIBRARY(pocketgpt, m) {
   m.def("linear(Tensor x, Tensor w, Tensor? scale, Tensor? bias, int n) -> Tensor");
   m.def("rows(Tensor idx, Tensor w, Tensor? scale) -> Tensor");
   m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? mask) -> Tensor");
+  m.class_<Network>("Network")
+      .def(torch::init<std::vector<OptionalTensor>, std::vector<int64_t>, int64_t, int64_t, int64_t, std::string, bool, double>())
+      .def("run", &Network::run);
 }
 
 TORCH_LIBRARY_IMPL(pocketgpt, CPU, m) {

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import SHAPES, cached, max_diff, random_ids, tiny
-from torch import nn
+from torch import Tensor, nn
 
 from kv_cache import StaticCache
 from pocketgpt import kernels, packed
@@ -201,6 +201,38 @@ def test_a_packed_model_is_the_model_with_rounded_weights(shape: str, format: st
         assert max_diff(torch.cat(rows, dim=1), right) < 2e-5, chunks
 
 
+@pytest.mark.parametrize("shape", list(SHAPES))
+@torch.inference_mode()
+def test_rows_of_a_pool_have_the_bits_of_a_text_alone(shape: str) -> None:
+    """In blocks, out of order, beside rows of any lengths, in chunks or token by token: never another bit."""
+    if kernels.build():
+        pytest.skip(kernels.build())
+    model = tiny(**SHAPES[shape], n_layer=3)
+    fast = cached(model).pack("float32")
+    texts = [random_ids(1, n, seed=n) for n in (30, 7, 1, 18, 30)]
+    pool = fast.new_pool(200, block_size=5)
+    spare = pool.recall([])
+    pool.reserve(spare, 12)  # so that blocks do not lie in order
+    rows = [pool.recall([]) for _ in texts]
+    got: list[list[Tensor]] = [[] for _ in texts]
+    for first, last in ((0, 5), (5, 6), (6, 7), (7, 18), (18, 19), (19, 30)):
+        if first == 7:
+            pool.crop(spare, 0)
+        new = [(i, text[0, first:last].tolist()) for i, text in enumerate(texts) if text.size(1) > first]
+        hidden = fast.extend_rows([ids for _, ids in new], pool, [rows[i] for i, _ in new])
+        for (i, ids), part in zip(new, hidden, strict=True):
+            assert not part[: len(part) - len(ids)].any()  # padding at the left
+            got[i].append(part[len(part) - len(ids) :])
+    for text, row, parts in zip(texts, rows, got, strict=True):
+        assert row.length == text.size(1)
+        cache = fast.new_cache(capacity=text.size(1))
+        alone = torch.cat([fast.extend(part, cache) for part in text.split(1, dim=1)], 1)[0]
+        assert torch.equal(torch.cat(parts), alone)
+        assert max_diff(fast.lm_head(alone), model(text)[0]) < 2e-5
+    with pytest.raises(ValueError, match="3 more tokens do not fit into block_size 32: 2 left"):
+        fast.extend_rows([[1, 2, 3]], pool, rows[:1])
+
+
 def test_the_cost_of_a_format_is_its_bytes() -> None:
     model = cached(tiny(n_embd=64, n_head=2, n_kv_head=2, n_inner=64))
     matrices = sum(-(-len(p) // 16) * 16 * p.size(1) for p in model.parameters() if p.dim() == 2)  # whole panels
@@ -215,7 +247,7 @@ def test_the_compiled_step_is_exact_one_graph_for_all_lengths_and_no_other_model
     if kernels.build():
         pytest.skip(kernels.build())
     plain = [tiny(seed=seed, n_head=4, n_kv_head=2) for seed in (0, 1)]
-    fast = [cached(model).pack("float32").compile_decode() for model in plain]
+    fast = [cached(model).compile_decode() for model in plain]
     torch._dynamo.utils.counters.clear()
     for model, compiled in zip(plain, fast, strict=True):
         for length, new in ((3, 12), (9, 20), (20, 40)):  # the last one goes past block_size

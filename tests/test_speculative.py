@@ -324,31 +324,22 @@ def test_a_chunk_gives_the_bits_of_single_tokens_on_the_kernels(shape: str, form
         return torch.cat([model.lm_head(model.extend(part, held)) for part in ids.split(chunks, 1)], 1)
 
     single = logits([8] + [1] * 82)
-    for chunks in ([8, *[2] * 41], [8, 32, 32, 18], [8, 5, 7, 30, 31, 9]):
+    for chunks in ([8, *[2] * 41], [8, 32, 32, 18], [1] * 90, [90], [60, 5, 1, 24]):
         assert torch.equal(logits(chunks), single), chunks
 
 
-def test_compiled_steps_check_guesses_with_their_own_bits_in_two_graphs() -> None:
+def test_compiled_steps_check_guesses_in_two_graphs() -> None:
     if kernels.build():
         pytest.skip(kernels.build())
     small = tiny(**SHAPES["qwen3 gqa"], n_layer=1, n_inner=64, block_size=64)
     torch._dynamo.utils.counters.clear()
-    right, fast = cached(small), cached(small).pack("float32").compile_decode(tokens=32)
+    right, fast = cached(small), cached(small).compile_decode(tokens=32)
     for prompt, new in (([1, 2, 3, 4], 90), ([5, 6, 7, 5, 6], 20), ([9], 50)):
         text = plain(right, prompt, new, GREEDY)
         for drafter in (PromptLookup(), Oracle(text, "right", most=31), Oracle(text, "partly", most=31)):
             assert guessed(fast, prompt, new, GREEDY, drafter)[0] == text
         assert plain(fast, prompt, new, GREEDY) == text
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # one token, and several
-
-    def logits(chunks: list[int]) -> Tensor:
-        held = fast.new_cache(capacity=65)
-        return torch.cat([fast.lm_head(fast.extend(part, held)) for part in random_ids(1, 60).split(chunks, 1)], 1)
-
-    with torch.inference_mode():
-        single = logits([8] + [1] * 52)
-        for chunks in ([8, *[2] * 26], [8, 32, 20], [8, 5, 7, 31, 9]):
-            assert torch.equal(logits(chunks), single), chunks
 
 
 # --- distributions --------------------------------------------------------------------------------------------------
@@ -449,7 +440,7 @@ def folder(tmp_path: Path, tok: Tokenizer) -> Path:
 
 
 def program(monkeypatch: pytest.MonkeyPatch, folder: Path, draft: str) -> dict[str, float]:
-    settings = ["new_tokens=40", "prompt_lengths=[]", "repeats=1", "compile=false", "tolerance=0.01", "device=cpu"]
+    settings = ["new_tokens=40", "prompt_lengths=[]", "repeats=1", "tolerance=0.01", "device=cpu"]
     monkeypatch.setattr("sys.argv", ["kv_cache.py", f"out={folder}", f"draft={draft}", *settings])
     kv_cache.main()
     return json.loads((folder / "kv_cache.json").read_text())["speculative"]
