@@ -41,6 +41,7 @@ constexpr int WIDE = 4;         // panels of weights at once
 #else
 constexpr int WIDE = 1;         // as many accumulators as there are registers
 #endif
+constexpr int64_t QUERIES = 4;  // that attention serves with each key that it reads
 constexpr int64_t MANY = 48;    // rows from which weights are widened into a buffer first
 
 struct Nibbles {  // int4: 16 bytes hold GROUP values, the first half of them in the low nibbles, each plus 8
@@ -334,60 +335,97 @@ inline Floats sums(Floats (&v)[LANES]) {
   return fold<1>(v[0], v[1], lanes);
 }
 
-// One query against `keys` keys: out = softmax(scale q k^T) v. Key s lies k_at[s] numbers behind k, its value v_at[s]
-// behind v. `scores` is scratch for keys + LANES floats.
-template <typename T>
-void attend_one(const float* q, const T* k, const T* v, const int64_t* k_at, const int64_t* v_at, const bool* seen,
-                int64_t keys, int64_t D, float scale, float* scores, float* out) {
+// A query, how many keys it sees, and where its result goes.
+struct Query {
+  const float* q;
+  int64_t keys;
+  float* out;
+};
+
+// NQ queries that share keys: out = softmax(scale q k^T) v. Key s lies k_at[s] numbers behind k, its value v_at[s] behind
+// v. `scores` is scratch for NQ rows of `room` floats, at least the most keys and LANES more. The sums of a query are taken
+// in the same order whatever stands beside it: weights of 0 for keys that only others see change nothing.
+template <int NQ, typename T>
+void attend_some(const Query* query, const T* k, const T* v, const int64_t* k_at, const int64_t* v_at, const bool* seen,
+                 int64_t D, float* scores, int64_t room) {
+  const float scale = 1.0f / std::sqrt(static_cast<float>(D));
+  int64_t keys = 0;
+  for (int i = 0; i < NQ; ++i) keys = std::max(keys, query[i].keys);
   for (int64_t s = 0; s < keys; s += LANES) {
-    Floats acc[LANES] = {};
+    Floats dots[NQ][LANES] = {};
     const int64_t n = std::min<int64_t>(LANES, keys - s);
-    for (int64_t i = 0; i < n; ++i)
-      for (int64_t d = 0; d + LANES <= D; d += LANES) acc[i] += widen(q + d) * widen(k + k_at[s + i] + d);
-    Floats total = sums(acc);
-    for (int64_t r = D / LANES * LANES; r < D; ++r)
-      for (int64_t i = 0; i < n; ++i) total[i] = std::fma(q[r], one(k + k_at[s + i] + r), total[i]);
-    total *= scale;
-    for (int64_t i = 0; i < LANES; ++i)
-      if (i >= n || (seen && !seen[s + i])) total[i] = -INFINITY;
-    store(scores + s, total);
-  }
-  const float top = *std::max_element(scores, scores + keys);
-  Floats mass = {};
-  for (int64_t s = 0; s < keys; s += LANES) {
-    const Floats shifted = load<Floats>(scores + s) - top;
-    const Floats p = exponential(shifted < -100.0f ? Floats{} - 100.0f : shifted);
-    const Floats kept = shifted < -100.0f ? Floats{} : p;
-    store(scores + s, kept);
-    mass += kept;
-  }
-  const float share = 1.0f / sum(mass);
-  int64_t d = 0;
-  for (; d + WIDE * LANES <= D; d += WIDE * LANES) {
-    Floats acc[2][WIDE] = {};
-    int64_t s = 0;
-    for (; s + 2 <= keys; s += 2)
+    for (int64_t j = 0; j < n; j += 4) {
+      const T* key[4];
+      for (int i = 0; i < 4; ++i) key[i] = k + k_at[s + std::min(j + i, n - 1)];  // the last again: sums that nobody reads
+      Floats acc[NQ][4] = {};
+      for (int64_t d = 0; d + LANES <= D; d += LANES)
 #pragma GCC unroll 4
-      for (int i = 0; i < WIDE; ++i) {
-        acc[0][i] += scores[s] * widen(v + v_at[s] + d + i * LANES);
-        acc[1][i] += scores[s + 1] * widen(v + v_at[s + 1] + d + i * LANES);
+        for (int i = 0; i < 4; ++i) {
+          const Floats b = widen(key[i] + d);
+#pragma GCC unroll 4
+          for (int m = 0; m < NQ; ++m) acc[m][i] += widen(query[m].q + d) * b;
+        }
+#pragma GCC unroll 4
+      for (int m = 0; m < NQ; ++m)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) dots[m][j + i] = acc[m][i];
+    }
+    for (int m = 0; m < NQ; ++m) {
+      Floats total = sums(dots[m]);
+      for (int64_t r = D / LANES * LANES; r < D; ++r)
+        for (int64_t i = 0; i < n; ++i) total[i] = std::fma(query[m].q[r], one(k + k_at[s + i] + r), total[i]);
+      total *= scale;
+      for (int64_t i = seen ? 0 : std::clamp<int64_t>(query[m].keys - s, 0, LANES); i < LANES; ++i)
+        if (s + i >= query[m].keys || !seen[s + i]) total[i] = -INFINITY;
+      store(scores + m * room + s, total);
+    }
+  }
+  float share[NQ];
+  for (int m = 0; m < NQ; ++m) {
+    float* own = scores + m * room;
+    Floats tops = Floats{} - INFINITY, mass = {};
+    for (int64_t s = 0; s < keys; s += LANES) {
+      const Floats here = load<Floats>(own + s);
+      tops = here > tops ? here : tops;
+    }
+    float top = tops[0];
+    for (int i = 1; i < LANES; ++i) top = std::max(top, tops[i]);
+    for (int64_t s = 0; s < keys; s += LANES) {
+      const Floats shifted = load<Floats>(own + s) - top;
+      const Floats p = exponential(shifted < -100.0f ? Floats{} - 100.0f : shifted);
+      const Floats kept = shifted < -100.0f ? Floats{} : p;
+      store(own + s, kept);
+      mass += kept;
+    }
+    share[m] = 1.0f / sum(mass);
+  }
+  auto mix = [&]<int NV>(int64_t d) {  // NV vectors of the result
+    Floats acc[NQ][NV] = {};
+    for (int64_t s = 0; s < keys; ++s)
+#pragma GCC unroll 4
+      for (int i = 0; i < NV; ++i) {
+        const Floats b = widen(v + v_at[s] + d + i * LANES);
+#pragma GCC unroll 4
+        for (int m = 0; m < NQ; ++m) acc[m][i] += scores[m * room + s] * b;
       }
-    for (; s < keys; ++s)
-      for (int i = 0; i < WIDE; ++i) acc[0][i] += scores[s] * widen(v + v_at[s] + d + i * LANES);
-    for (int i = 0; i < WIDE; ++i) store(out + d + i * LANES, (acc[0][i] + acc[1][i]) * share);
-  }
-  for (; d < D; ++d) {
-    float total = 0;
-    // fma by name, as above: else the rounding of a key would depend on how many there are
-    for (int64_t s = 0; s < keys; ++s) total = std::fma(scores[s], one(v + v_at[s] + d), total);
-    out[d] = total * share;
-  }
+    for (int m = 0; m < NQ; ++m)
+      for (int i = 0; i < NV; ++i) store(query[m].out + d + i * LANES, acc[m][i] * share[m]);
+  };
+  int64_t d = 0;
+  for (; d + WIDE * LANES <= D; d += WIDE * LANES) mix.template operator()<WIDE>(d);
+  for (; d + LANES <= D; d += LANES) mix.template operator()<1>(d);
+  for (; d < D; ++d)
+    for (int m = 0; m < NQ; ++m) {
+      float total = 0;
+      // fma by name, as above: else the rounding of a key would depend on how many there are
+      for (int64_t s = 0; s < keys; ++s) total = std::fma(scores[m * room + s], one(v + v_at[s] + d), total);
+      query[m].out[d] = total * share[m];
+    }
 }
 
 template <typename T>
 void attend_all(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask, at::Tensor& y) {
   const int64_t B = q.size(0), H = q.size(1), L = q.size(2), D = q.size(3), S = k.size(2), group = H / k.size(1);
-  const float scale = 1.0f / std::sqrt(static_cast<float>(D));
   std::vector<int64_t> k_at(S), v_at(S);
   for (int64_t s = 0; s < S; ++s) k_at[s] = s * k.stride(2), v_at[s] = s * v.stride(2);
   at::parallel_for(0, B * H * L, 1, [&](int64_t begin, int64_t end) {
@@ -397,11 +435,11 @@ void attend_all(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, c
       const bool* seen = nullptr;
       if (mask)
         seen = mask->const_data_ptr<bool>() + (mask->size(0) > 1 ? b * mask->stride(0) : 0) + t * mask->stride(-2);
-      attend_one(q.const_data_ptr<float>() + b * q.stride(0) + h * q.stride(1) + t * q.stride(2),
-                 k.const_data_ptr<T>() + b * k.stride(0) + h / group * k.stride(1),
-                 v.const_data_ptr<T>() + b * v.stride(0) + h / group * v.stride(1), k_at.data(),
-                 v_at.data(), seen, mask ? S : S - L + t + 1, D, scale, scores.data(),
-                 y.mutable_data_ptr<float>() + ((b * H + h) * L + t) * D);
+      const Query query{q.const_data_ptr<float>() + b * q.stride(0) + h * q.stride(1) + t * q.stride(2),
+                        mask ? S : S - L + t + 1, y.mutable_data_ptr<float>() + ((b * H + h) * L + t) * D};
+      attend_some<1>(&query, k.const_data_ptr<T>() + b * k.stride(0) + h / group * k.stride(1),
+                     v.const_data_ptr<T>() + b * v.stride(0) + h / group * v.stride(1), k_at.data(), v_at.data(), seen, D,
+                     scores.data(), S + LANES);
     }
   });
 }
@@ -525,8 +563,10 @@ struct Network : torch::CustomClassHolder {
       TORCH_CHECK(total <= width * size, "row ", r, " has no room for its new tokens");
       for (int64_t i = 0; i < total; ++i)
         batch.at.push_back(table[r * width + i / size] * like.stride(0) + i % size * like.stride(2));
+      const int64_t first = batch.tokens.size(), group = n_head / n_kv_head, queries = counts[r] * group;
+      for (int64_t i = 0; i < queries; i += QUERIES) batch.tiles.push_back({first, i, std::min(QUERIES, queries - i)});
       for (int64_t i = lengths[r]; i < total; ++i) batch.tokens.push_back({ids[batch.tokens.size()], i, begin});
-      batch.alone = batch.alone && counts[r] <= 1;
+      batch.alone = batch.alone && counts[r] <= 1 && group <= QUERIES;
       batch.longest = std::max(batch.longest, total);
     }
     at::Tensor y = at::empty({static_cast<int64_t>(batch.tokens.size()), C}, like.options().dtype(at::kFloat));
@@ -539,11 +579,15 @@ struct Network : torch::CustomClassHolder {
   struct Token {
     int64_t id, position, row;  // row: where the places of its keys begin in Batch::at
   };
+  struct Tile {
+    int64_t token, first, n;  // n queries from `first` on, of those of all heads that share keys, of a row from `token` on
+  };
   struct Batch {
     std::vector<Token> tokens;
+    std::vector<Tile> tiles;
     std::vector<int64_t> at;  // per row, where each of its tokens lies
     int64_t longest = 0;
-    bool alone = true;  // no new token sees another one
+    bool alone = true;  // each new token is all that its row gets, and its heads that share keys are one tile
   };
 
   int64_t n_head, n_kv_head, D, C;
@@ -565,7 +609,7 @@ struct Network : torch::CustomClassHolder {
     float *x = x_.mutable_data_ptr<float>(), *qkv = qkv_.mutable_data_ptr<float>(), *y = y_.mutable_data_ptr<float>();
     float *up = up_.mutable_data_ptr<float>(), *hidden = hidden_.mutable_data_ptr<float>();
     together([&](Team team) {
-      std::vector<float> scratch, scores(batch.longest + LANES);
+      std::vector<float> scratch, scores(QUERIES * (batch.longest + LANES));
       float* normed = normed_.mutable_data_ptr<float>() + (few ? team.id * M * C : 0);
       auto norm = [&](const Norm& norm) {
         const auto [begin, end] = few ? std::pair<int64_t, int64_t>{0, M} : team.share(M, 1);
@@ -597,15 +641,27 @@ struct Network : torch::CustomClassHolder {
             prepare(l, layer, task % M, task / M);
           team.wait();
         }
-        for (int64_t task = team.id; task < n_kv_head * M; task += team.size) {
-          const int64_t h = task / M, m = task % M, place = h * keys[layer].stride(1);
-          const Token& token = batch.tokens[m];
-          if (batch.alone) prepare(l, layer, m, h);
-          for (int64_t g = h * group; g < (h + 1) * group; ++g)
-            attend_one(qkv + m * N + g * D, keys[layer].const_data_ptr<T>() + place,
-                       values[layer].const_data_ptr<T>() + place, batch.at.data() + token.row,
-                       batch.at.data() + token.row, nullptr, token.position + 1, D,
-                       1.0f / std::sqrt(static_cast<float>(D)), scores.data(), y + m * heads + g * D);
+        const int64_t tiles = batch.tiles.size(), room = batch.longest + LANES;
+        for (int64_t task = team.id; task < n_kv_head * tiles; task += team.size) {
+          const int64_t h = task / tiles, place = h * keys[layer].stride(1);
+          const Tile& tile = batch.tiles[task % tiles];
+          const int64_t* at = batch.at.data() + batch.tokens[tile.token].row;
+          if (batch.alone && tile.first == 0) prepare(l, layer, tile.token, h);
+          Query queries[QUERIES];
+          for (int64_t i = 0; i < tile.n; ++i) {
+            const int64_t m = tile.token + (tile.first + i) / group, g = h * group + (tile.first + i) % group;
+            queries[i] = {qkv + m * N + g * D, batch.tokens[m].position + 1, y + m * heads + g * D};
+          }
+          auto some = [&]<int NQ>() {
+            attend_some<NQ>(queries, keys[layer].const_data_ptr<T>() + place, values[layer].const_data_ptr<T>() + place, at,
+                            at, nullptr, D, scores.data(), room);
+          };
+          switch (tile.n) {
+            case 1: some.template operator()<1>(); break;
+            case 2: some.template operator()<2>(); break;
+            case 3: some.template operator()<3>(); break;
+            default: some.template operator()<QUERIES>();
+          }
         }
         team.wait();
       };
