@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kv_cache import CachedGPT
-from pocketgpt import checkpoint
+from pocketgpt import checkpoint, kernels
 from pocketgpt.device import pick_device
 from pocketgpt.errors import Parser, UserError, run
 from pocketgpt.files import write_text
@@ -53,7 +53,14 @@ def main() -> None:
             stream.reconfigure(encoding="utf-8")  # whatever the locale says
     settings = Settings(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)
     loaded = checkpoint.load(args.checkpoint)
-    model = CachedGPT.from_loaded(loaded, pick_device(args.device))
+    device = pick_device(args.device)
+    model = CachedGPT.from_loaded(loaded, device)
+    millions = model.n_parameters() / 1e6
+    if device.type == "cpu":
+        if without_kernels := kernels.build():
+            note(f"{without_kernels}: the answers come on torch's operators, which takes longer")
+        else:
+            model.pack("float32")
     session = Session(
         model, loaded.tokenizer, settings, system=args.system, max_new_tokens=args.max_new_tokens, seed=args.seed
     )
@@ -63,7 +70,6 @@ def main() -> None:
             raise UserError("the prompt is empty: say something")
         chat.ask(args.prompt)
     elif chat.interactive:
-        millions = model.n_parameters() / 1e6
         note(
             f"{args.checkpoint}: stage {loaded.stage}, {millions:.2f} M parameters, context of {session.block_size} tokens"
         )

@@ -4,8 +4,9 @@ Each step runs one new token of every request that is being answered, and beside
 in. A request joins as soon as there is a place for it, and leaves as soon as it ends, so no row waits for another.
 
 What a request answers does not depend on what else is there: each row attends to its own blocks only and is sampled by
-its own settings and seed. That holds for the tokens; logits of a product with more rows may differ in the last bits,
-because a library sums them in another order, which can turn a choice between two ids that are equally good to 1e-6.
+its own settings and seed. For packed weights on the kernels of a CPU that holds to the last bit. Elsewhere logits of a
+product with more rows may differ in the last bits, because a library sums them in another order, which can turn a choice
+between two ids that are equally good to 1e-6.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import chat
 from base_model import GPT, GPTConfig
 from kv_cache import CachedGPT
-from pocketgpt import checkpoint, session, shapes, sources
+from pocketgpt import checkpoint, kernels, session, shapes, sources
 from pocketgpt.chat_template import check_messages, render, render_prompt
 from pocketgpt.errors import UserError
 from pocketgpt.sampling import Settings
@@ -525,9 +525,11 @@ def test_ctrl_c_at_the_prompt_leaves_when_pressed_twice(
 def test_in_a_terminal(folder: Path, tmp_path: Path) -> None:
     import pty
 
+    built = str(kernels.cache_folder())  # or they would be built once more
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ |= {"OMP_NUM_THREADS": "1", "TERM": "xterm", "XDG_CACHE_HOME": str(tmp_path), "COLUMNS": "80"}
+        os.environ["POCKETGPT_CACHE"] = built
         os.chdir(folder.parent)
         os.execv(sys.executable, [sys.executable, str(SCRIPT), folder.name, "--temperature", "0"])
     shown = b""
