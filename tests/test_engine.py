@@ -15,6 +15,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from kv_cache import BlockPool, CachedGPT
+from pocketgpt import kernels
 from pocketgpt.engine import Answer, Engine, Request
 from pocketgpt.errors import UserError
 from pocketgpt.sampling import Settings, sample_rows
@@ -108,6 +109,19 @@ def test_each_answer_is_that_of_its_prompt_alone(
         assert answer.ids == expected
         limit = min(new, BLOCK + 1 - len(prompt))
         assert answer.reason == ("stop" if len(expected) < limit else "length" if limit == new else "context")
+
+
+@torch.inference_mode()
+def test_on_packed_weights_too_answers_are_those_of_prompts_alone() -> None:
+    if kernels.build():
+        pytest.skip(kernels.build())
+    model = cached(tiny(**SHAPES["qwen3 gqa"], n_inner=64)).pack("int8")
+    prompts = [random_ids(n, seed=n).tolist() for n in (9, 4, 1, 17, 12, 6, 21)]
+    expected = [model.generate(torch.tensor([p]), 10, temperature=0)[0, len(p) :].tolist() for p in prompts]
+    for keywords in ({}, {"pool_tokens": 48, "block_size": 3}, {"max_batch": 3, "prefill_chunk": 4, "block_size": 4}):
+        engine = Engine(model, **keywords)
+        assert [answer.ids for answer in ask(engine, prompts, 10)] == expected
+        assert (engine.preempted > 0) == ("pool_tokens" in keywords)
 
 
 def test_sampled_text_follows_from_the_seed_and_nothing_else() -> None:
