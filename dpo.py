@@ -345,8 +345,9 @@ class PairRows:
         device = model.embed.weight.device
         order = np.argsort(self.widths, kind="stable").tolist()
         with torch.no_grad():
-            for start in range(0, len(order), 32):
-                part = order[start : start + 32]
+            at_once = max(1, min(32, 8192 // (2 * self.width(order))))  # of long texts fewer, which take memory
+            for start in range(0, len(order), at_once):
+                part = order[start : start + at_once]
                 inputs, targets = self.rows(part)
                 of_part = evaluation.answer_log_probs(model, inputs.to(device), targets.to(device), dtype)
                 sums[:, part] = of_part.cpu().view(2, -1)
@@ -388,14 +389,11 @@ def main() -> None:
         loaded.state_dict = {name: tensor.clone() for name, tensor in lora.trained(model).items()}
     block = longest_allowed(model.config.block_size, cfg.max_length)
     model.recompute = cfg.train.recompute
-    fits = plan.set_micro_batch(model, cfg.train, cfg.optim, model.config.block_size, dtype, rows_each=2)
     cached = CachedGPT.sharing(model)
     log = RunLog(out, "dpo", config.plain(cfg), cfg.log, cfg.train.resume)
     log.say(f"{machine.describe(device)}; {why}")
     if cfg.lora.rank:
         log.say(lora.describe(model, cfg.lora))
-    if fits:
-        log.say(fits)
 
     dev: list[tasks.Item] = []  # held-out items of the paired families, each of them several times
     if cfg.data.kind == "onpolicy":
@@ -432,6 +430,8 @@ def main() -> None:
         if len(parts) > 1:
             log.say(f"{part.share:.1%} of training from {part.name}, {len(members):,} pairs")
     held = PairRows(tok, val_pairs, block, cfg.train.seed, shares)
+    if fits := plan.set_micro_batch(model, cfg.train, cfg.optim, pairs.width(range(len(pairs))), dtype, rows_each=2):
+        log.say(fits)
     dropped = ", ".join(f"{count} {what}" for what, count in counts.items())
     padding = pairs.padding(cfg.train.batch_size, cfg.train.rows_at_once)
     log.say(

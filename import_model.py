@@ -53,6 +53,7 @@ def main() -> None:
     )
     path = checkpoint.save(out.parent, imported)
     print(f"folder {out}, checkpoint {path}, and {out.parent / 'latest'} points to it")
+    print(f"next: python chat.py {out} (talk to it), python kv_cache.py checkpoint={out} (prove the cache on it)")
 
 
 def find(source: str) -> Path:

@@ -7,12 +7,14 @@ model can drift away from its plan.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +29,9 @@ from pocketgpt.errors import UserError
 from pocketgpt.loss import LinearCrossEntropy
 from pocketgpt.optim import OptimConfig, Optimizer
 
+ON_A_CPU = (
+    1.2e9  # bytes: what training adds to the weights is kept within that, as more rows at once bring a CPU little
+)
 SPARE = 0.9  # share of the memory to plan with: allocators round up, CUDA's own context and libraries take some
 
 
@@ -167,7 +172,17 @@ def step_memory(
 
 def add_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def without_contents(model: nn.Module) -> nn.Module:
+    """A copy in a FakeTensorMode: adapters, what is frozen and switches as they are, tensors with a shape and no contents."""
+    own: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad) for p in model.parameters()
+    }
+    own |= {id(b): torch.empty(b.shape, dtype=b.dtype) for b in model.buffers()}
+    return copy.deepcopy(model, own).train()
 
 
 def fsdp_memory(memory: Memory, model: Any, ranks: int) -> Memory:
@@ -220,18 +235,15 @@ def largest_that_fits(batch_size: int, budget: float, memory: Callable[[int], Me
 def set_micro_batch(
     model: Any, train: Any, optim_config: OptimConfig, length: int, dtype: torch.dtype, rows_each: int = 1
 ) -> str:
-    """Where train.micro_batch_size is 0, set it to the most that fits into free memory. Returns what was done, in words.
+    """Where train.micro_batch_size is 0, set it to the most that fits into free memory, on a CPU into ON_A_CPU at most.
+    Returns what was done, in words.
 
-    train: the TrainConfig; length: tokens of the longest row; rows_each: rows of an item of the batch (a pair has 2).
+    model: as it will be trained, its adapters attached; train: the TrainConfig; length: tokens of the longest row; rows_each: rows of an item of the batch (a pair has 2).
     """
     if train.micro_batch_size:
         return ""
     device = next(model.parameters()).device
-
-    def network() -> nn.Module:
-        network = type(model)(model.config).train()
-        network.recompute = model.recompute
-        return network
+    network = partial(without_contents, model)
 
     def memory(items: int) -> Memory:
         accumulate = items < train.batch_size
@@ -241,10 +253,11 @@ def set_micro_batch(
     # The weights have their place already.
     there = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     free = distributed.from_main(lambda: machine.free_memory(device))  # all processes do the same
-    train.micro_batch_size, planned = largest_that_fits(train.batch_size, SPARE * free + there, memory)
+    room = min(SPARE * free, ON_A_CPU) if device.type == "cpu" else SPARE * free
+    train.micro_batch_size, planned = largest_that_fits(train.batch_size, room + there, memory)
     return (
         f"train.micro_batch_size={train.micro_batch_size} of {train.batch_size}: planned {human(planned.total)}, "
-        f"{human(there)} of them there already, with {human(free)} free"
+        f"{human(there)} of them there already, with {human(free)} free and {human(room)} to be used; the result is the same"
     )
 
 

@@ -90,7 +90,7 @@ class Run:
     folder: Path
     stages: dict[str, Stage] = field(default_factory=dict)
     results: dict[str, Any] = field(default_factory=dict)
-    cache: dict[str, Any] = field(default_factory=dict)
+    caches: dict[str, dict[str, Any]] = field(default_factory=dict)  # by file: ours, and those of models from elsewhere
 
     @classmethod
     def read(cls, folder: Path, name: str) -> Run:
@@ -100,8 +100,11 @@ class Run:
         stages = {
             name: Stage(columns(read_jsonl(found[name])), read_json(folder / f"run_{name}.json")) for name in order
         }
-        run = cls(name, folder, stages, read_json(folder / "results.json"), read_json(folder / "kv_cache.json"))
-        if not (run.stages or run.results or run.cache):
+        files = [folder / "kv_cache.json", *sorted(folder.glob("*_kv_cache.json"))]
+        caches = {path.name: read_json(path) for path in files}
+        caches = {file: numbers for file, numbers in caches.items() if numbers}
+        run = cls(name, folder, stages, read_json(folder / "results.json"), caches)
+        if not (run.stages or run.results or run.caches):
             raise UserError(
                 f"{folder}: no metrics_<stage>.jsonl, results.json or kv_cache.json there; name a folder that was out= of a stage"
             )
@@ -341,9 +344,9 @@ def scores(run: Run) -> list[Block]:
     )
 
 
-def cache(run: Run, prefix: str, shared: dict[str, Columns]) -> list[Block]:
-    """Decoding with and without the cache, and the proof that both are the same."""
-    found, rows = run.cache, run.cache["by_length"]
+def cache(found: dict[str, Any], prefix: str, shared: dict[str, Columns]) -> list[Block]:
+    """Decoding with and without the cache, and the proof that both are the same, from what a kv_cache.json holds."""
+    rows = found["by_length"]
     speed, memory = found["speed"], found["memory"]
     of_length: Columns = {"context": [number(row["prompt_tokens"]) for row in rows]}
     for name in ("plain", "cached"):
@@ -456,14 +459,11 @@ def contents(runs: list[Run]) -> dict[str, Any]:
     if texts:
         legend = "Blue: supervised tokens, the bluer the likelier the model finds them. Grey: read, not learned. The pointer shows the probability of each and what is likeliest in its place."
         sections.append(("tokens", "Tokens", "Token by token", [note(legend), *texts]))
-    for number_of_run, run in enumerate(runs):
-        if run.cache:
-            blocks = part(
-                str(run.folder / "kv_cache.json"),
-                lambda run=run, n=number_of_run: cache(run, str(n), shared),  # type: ignore[misc]
-            )
-            title = f"Key/value cache, {run.name}" if several else "Key/value cache"
-            sections.append((f"cache-{number_of_run}", "Cache", title, blocks))
+    caches = [(run, *found) for run in runs for found in run.caches.items()]
+    for i, (run, file, found) in enumerate(caches):
+        blocks = part(str(run.folder / file), lambda found=found, i=i: cache(found, str(i), shared))  # type: ignore[misc]
+        of = [run.name] * several + [file.removesuffix("_kv_cache.json")] * (file != "kv_cache.json")
+        sections.append((f"cache-{i}", "Cache", ", ".join(["Key/value cache", *of]), blocks))
     if not several:
         shown = part(about, lambda: settings(runs))
         sections.append(("settings", "Settings", "Configuration, data, environment", shown))

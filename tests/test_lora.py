@@ -23,7 +23,7 @@ import dpo
 import sft
 from base_model import GPT
 from kv_cache import CachedGPT, DynamicCache
-from pocketgpt import checkpoint, lora, optim
+from pocketgpt import checkpoint, lora, optim, plan
 from pocketgpt.errors import UserError
 from pocketgpt.loss import linear_cross_entropy
 from pocketgpt.metrics import read_jsonl
@@ -353,6 +353,33 @@ def test_no_second_copy_of_the_model_is_held(
     monkeypatch.setattr(stage, "train", watched)
     call(stage.main, given(start, "out", data))
     assert found and set(found) == {1}
+
+
+@pytest.mark.parametrize(("stage", "data", "rows", "longest"), [(sft, "chats", 4, 128), (dpo, "pairs", 8, 64)])
+def test_what_runs_at_once_is_planned_for_adapters_and_for_the_data(
+    start: Path,
+    stage: Any,
+    data: str,
+    rows: int,
+    longest: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With gradients of the adapters alone; pairs with the length of the longest one, not with the model's context of 128."""
+    planned: list[tuple[int, int]] = []
+    step_memory = plan.step_memory
+
+    def watched(network: Any, rows: int, length: int, *rest: Any, **more: Any) -> plan.Memory:
+        found = step_memory(network, rows, length, *rest, **more)
+        planned.append((rows, length))
+        a_and_b = sum(layer.lora_A.nbytes + layer.lora_B.nbytes for layer in lora.adapted(network()).values())
+        assert found.gradients == a_and_b > 0 and found.optimizer == pytest.approx(2 * a_and_b, abs=200)
+        return found
+
+    monkeypatch.setattr(plan, "step_memory", watched)
+    call(stage.main, given(start, "out", data, "train.micro_batch_size=0", "train.steps=1"))
+    assert len(planned) == 1 and planned[0][0] == rows and 16 < planned[0][1] <= longest
+    assert "train.micro_batch_size=4 of 4: planned" in " ".join(capsys.readouterr().out.split())
 
 
 def test_long_conversations_do_not_make_long_rows(start: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import plan as script
 import pretrain
 from base_model import GPT, GPTConfig
 from kv_cache import kv_cache_bytes
-from pocketgpt import config, plan, trainer
+from pocketgpt import config, lora, plan, trainer
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError
 from pocketgpt.loss import linear_cross_entropy
@@ -43,7 +44,7 @@ def kept_bytes(model: GPT, ids: torch.Tensor, dtype: torch.dtype) -> tuple[int, 
     return sum(storage.nbytes() for storage in held.values()), hidden
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adapters"])
 @pytest.mark.parametrize("recompute", [False, "selective", True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", ["qwen3 gqa", "gpt2"])
@@ -55,12 +56,13 @@ def test_planned_memory_is_what_a_step_takes(
     def network() -> GPT:
         model = GPT(size).train()
         model.recompute = recompute
+        if optimizer == "adapters":
+            lora.attach(model, model.config.to_dict(), lora.LoRAConfig(4, 8, []), seed=1)
         return model
 
-    planned = plan.step_memory(network, 4, 128, optim_of(optimizer), dtype=dtype)
-
-    model, ids = network(), random_ids(4, 128)
-    stepper = Optimizer(model, optim_of(optimizer), 1e-3)
+    model, ids, settings = network(), random_ids(4, 128), optim_of("adamw" if optimizer == "adapters" else optimizer)
+    planned = plan.step_memory(partial(plan.without_contents, model), 4, 128, settings, dtype=dtype)
+    stepper = Optimizer(model, settings, 1e-3)
     highest = 0
     for _ in range(2):  # the second is the steady state
         live = plan.Live()
@@ -305,6 +307,12 @@ def test_the_micro_batch_is_the_most_that_fits_into_free_memory(monkeypatch: pyt
             said = plan.set_micro_batch(model, chosen, optim_of("muon"), 128, torch.float32, rows_each=2)
             assert chosen.micro_batch_size == wanted
             assert said.startswith(f"train.micro_batch_size={wanted} of 12: planned ")
+    # However much is free: more rows at once bring a processor little.
+    monkeypatch.setattr(machine, "free_memory", lambda device: 1e12)
+    monkeypatch.setattr(plan, "ON_A_CPU", 17.5e6 - weights)
+    chosen = train_config()
+    plan.set_micro_batch(model, chosen, optim_of("muon"), 128, torch.float32, rows_each=2)
+    assert chosen.micro_batch_size == 6
     given = train_config(micro_batch_size=5)
     assert (
         plan.set_micro_batch(model, given, optim_of("muon"), 128, torch.float32) == "" and given.micro_batch_size == 5

@@ -253,6 +253,15 @@ def test_missing_parts_are_left_out(out: Path, left: str) -> None:
     assert sections == right[left]
 
 
+def test_caches_of_models_from_elsewhere_stand_beside_ours(tmp_path: Path) -> None:
+    (tmp_path / "smollm2_kv_cache.json").write_text(json.dumps(CACHE))
+    (section,) = shown(report.refresh(tmp_path))["sections"]
+    assert section["id"] == "cache-0" and section["title"] == "Key/value cache, smollm2"
+    (tmp_path / "kv_cache.json").write_text(json.dumps(CACHE))
+    titles = [section["title"] for section in shown(report.refresh(tmp_path))["sections"]]
+    assert titles == ["Key/value cache", "Key/value cache, smollm2"]
+
+
 def test_an_empty_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("{}")
     for folder in (tmp_path, tmp_path / "none", tmp_path / "file"):
