@@ -12,6 +12,7 @@ has less to do (strong scaling). The runs take turns; a rate is the median over 
                           what the machine itself gives when more of it is busy
     communication share   of a step's seconds, what a process spends in exchanges with others, mean over processes. It has
     exchange share        in it the waiting for who comes later; of each exchange the shortest time of any process has not
+    loader share          of a step's seconds, what the first process waits for its batches
 
 The last line is one JSON object.
 """
@@ -141,7 +142,9 @@ class Bench:
         found = shares([json.loads((folder / f"{rank}.json").read_text("utf-8")) for rank in range(processes)])
         self.tokens = steps[0]["tokens"]  # of a step
         held_out = [row["bits_per_byte"] for row in rows if row["kind"] == "val"][-1]
-        self.keep("shared", number, processes, found | {"held_out": held_out, "loss": [row["loss"] for row in steps]})
+        found |= {"held_out": held_out, "loss": [row["loss"] for row in steps]}
+        found |= {"loader_share": statistics.fmean(row["loader_share"] for row in steps[WARM_UP:])}
+        self.keep("shared", number, processes, found)
 
     def apart(self, number: int, processes: int) -> None:
         """As many runs of one process at the same time, each with its part of the batch."""
@@ -222,7 +225,8 @@ def results(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "scaling_efficiency": {},
         "efficiency_apart": {},
     }
-    found |= {"communication_share": {}, "exchange_share": {}, "loss_distance": {}, "held_out_bits_per_byte": {}}
+    found |= {"communication_share": {}, "exchange_share": {}, "loader_share": {}}
+    found |= {"loss_distance": {}, "held_out_bits_per_byte": {}}
     for processes in numbers:
         key, mine = str(processes), [row for row in shared if row["processes"] == processes]
         for name, efficiency, kind in (
@@ -232,7 +236,7 @@ def results(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if measured := rate(kind, processes):
                 found[name][key] = round(measured, 1)
                 found[efficiency][key] = round(measured / one * numbers[0] / processes, 3)
-        for name in ("communication_share", "exchange_share"):
+        for name in ("communication_share", "exchange_share", "loader_share"):
             found[name][key] = round(statistics.median(row[name] for row in mine), 4)
         distances = [abs(a - b) for a, b in zip(mine[0]["loss"], shared[0]["loss"], strict=True)]
         found["loss_distance"][key] = round(max(distances), 6)
@@ -241,7 +245,7 @@ def results(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> Table:
-    columns = ("processes", "tokens/s", "efficiency", "apart", "communication", "exchange alone", "loss differs by")
+    columns = ("processes", "tokens/s", "efficiency", "apart", "waiting", "exchange", "loss differs")
     rows = Table(*columns)
     for key, rate in found["tokens_per_s"].items():
         apart = found["efficiency_apart"].get(key)
