@@ -58,12 +58,18 @@ def beginning(docs: Iterable[str], most: int) -> Iterator[str]:
 
 
 def get_tokenizer(cfg: Config, docs: Iterable[str], out: Path) -> Tokenizer:
-    """The one in the folder already, else the one asked for, else a new one."""
+    """The one asked for, else the one in the folder already, else a new one. UserError if that in the folder is of another
+    size."""
     made = out / "tokenizer_config.json"  # the last of its files
     if cfg.tokenizer:
         tok = Tokenizer.load(cfg.tokenizer)
     elif made.exists():
-        return Tokenizer.load(out)
+        tok = Tokenizer.load(out)
+        if tok.vocab_size != cfg.vocab_size:
+            raise UserError(
+                f"{out}: its tokenizer has {tok.vocab_size} entries, vocab_size is {cfg.vocab_size}: set "
+                f"vocab_size={tok.vocab_size}, choose another folder with out=, or delete it"
+            )
     else:
         tok = train_tokenizer(beginning(docs, TOKENIZER_BYTES), cfg.vocab_size)
     if not made.exists():
@@ -74,7 +80,7 @@ def get_tokenizer(cfg: Config, docs: Iterable[str], out: Path) -> Tokenizer:
 def main() -> None:
     from pretrain import source_documents  # here, for the encoding processes import this file, too, and need no torch
 
-    cfg = config.load("shard", Config)
+    cfg = config.load("shard", Config, program="data/shard.py")
     cfg.check()
     out = Path(cfg.out)
     files.reserve(out)

@@ -1,6 +1,7 @@
 """Shards: the ids of the corpus whatever their size and whenever it was killed, and every window once in an epoch."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_resume import call
 
+import show
 from pocketgpt import shards
 from pocketgpt.errors import UserError
 from pocketgpt.shards import Shards, ShardWindows, encoders, open_shards, write_shards
@@ -176,11 +179,38 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(made):
     assert corpus.train[0].read(0, len(ids) + 1).tolist() == [*ids, corpus.tokenizer.eot_id]
 
 
+def test_a_rerun_that_asks_for_something_else_is_refused(made):
+    files = [path for path in (made / "out").iterdir() if path.name != ".lock"]
+    before = [path.read_bytes() for path in files]
+    for wrong, message in (
+        ("shard_tokens=6000", "out: holds shards made with another shard_tokens: choose another folder"),
+        ("vocab_size=280", "out: its tokenizer has 270 entries, vocab_size is 280: set vocab_size=270, choose another"),
+        ("vocab=280", "'vocab' is not in struct, full_key: vocab; python data/shard.py --help lists the keys"),
+    ):
+        other = shard(made, "out=out", "vocab_size=270", "shard_tokens=5000", wrong)
+        said = other.communicate(timeout=120)[1]
+        assert other.returncode == 1 and message in " ".join(said.split()), said
+    assert [path.read_bytes() for path in files] == before
+
+
+def test_shards_are_shown(made, capsys):
+    call(show.main, ["--rows", "3", "pretrain", "data=shards", f"data.path={made / 'out'}"])
+    said = capsys.readouterr().out
+    first, second, third = said.split("\ndocument ")[1:]
+    corpus = open_shards(made / "out")
+    rows = [json.loads(line)["text"] for line in (made / "text.jsonl").read_text().splitlines()]
+    length = len(corpus.tokenizer.encode(rows[0])) + 1
+    assert first.startswith(f"1  text\n{length} tokens, {length} learned\n")
+    assert re.sub("[«»]", "", second).split("\n", 2)[2].startswith(rows[1].strip())
+    assert f"{made / 'out'}  {corpus.train[0].meta['documents']:,} documents, " in third
+    assert len(rows) > corpus.train[0].meta["documents"] > 1800  # some are held out
+    assert f"  {len(corpus.train[0]):,} tokens, all learned" in third
+    whole_text = list(show.in_shards(corpus.train[0], corpus.tokenizer))
+    assert len(whole_text) == corpus.train[0].meta["documents"]
+    assert sum(map(len, whole_text)) == len(corpus.train[0])
+
+
 def test_what_is_wrong_with_a_folder_is_said(made, tmp_path):
-    other = shard(made, "out=out", "vocab_size=270", "shard_tokens=6000")
-    said = other.communicate(timeout=120)[1]
-    assert other.returncode == 1
-    assert "out: holds shards made with another shard_tokens: choose another folder" in said
     with pytest.raises(UserError, match=r"shards\.json: cannot be read"):
         open_shards(tmp_path)
     folder = tmp_path / "copy"
