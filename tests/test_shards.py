@@ -224,3 +224,68 @@ def test_what_is_wrong_with_a_folder_is_said(made, tmp_path):
     corpus = open_shards(folder)
     with pytest.raises(UserError, match=r"train-00001\.bin: its checksum is wrong"):
         corpus.train[0].read(5000, 1)
+
+
+EPOCH = """
+import json, re, resource, sys
+from pathlib import Path
+import numpy as np, torch
+from torch import nn
+from pocketgpt import optim
+from pocketgpt.metrics import RunLog
+from pocketgpt.mixture import Mixture
+from pocketgpt.shards import open_shards
+from pocketgpt.trainer import Batch, Stage, TrainConfig, train
+torch.set_num_threads(1)
+folder, out, block, rows = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+corpus = open_shards(folder)
+windows = corpus.train[0].windows(block, 1)
+mixture = Mixture([1.0], 1)
+model = nn.Linear(1, 1)
+taken = []  # (anonymous memory, mapped files) in bytes at each step
+
+def memory(key):
+    return 1024 * int(re.search(key + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+def batches(step):
+    ids = torch.from_numpy(np.stack(mixture.rows([windows], step, rows)))
+    return [Batch((ids,), ids.numel(), ids.numel())]
+
+def loss(batch):
+    taken.append((memory("RssAnon"), memory("RssFile")))
+    if len(taken) == 3:  # what the program itself takes is there by now
+        resource.setrlimit(resource.RLIMIT_DATA, (memory("VmData") + (64 << 20),) * 2)
+    return (model.weight - 1).square().sum() * batch.weight, {}
+
+stage = Stage("epoch", batches, loss, lambda: {}, lambda: "", 1.0)
+steps = windows.per_epoch // rows
+config = TrainConfig(steps, 0.0, rows, rows, 0.1, 0.0, 0.0, "linear", 0.0, 10**6, 10**6, 1, "float32", False, False)
+train(model, stage, config, optim.OptimConfig("adamw", 0.9, 0.95, 1e-8, 0.1, 0.0, 0.0), out, RunLog(out, "epoch", {}))
+print(json.dumps({"anonymous": [a for a, _ in taken], "files": [f for _, f in taken], "windows": steps * rows}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_training_on_more_text_than_memory_takes_no_more_of_it(tok, tmp_path):
+    """An epoch of the training loop over 320 MB, where 64 MB more than at its third step are not to be had."""
+    folder, shard_tokens, number = tmp_path / "shards", 8 << 20, 20
+    folder.mkdir()
+    tok.save(folder, 64)
+    shards.begin(folder, {"tokenizer": tok.fingerprint})
+    first = shards._write(folder / "train-00000.bin", np.zeros(shard_tokens, "<u2"), tok, documents=0, bytes=0)
+    for shard in range(1, number):  # no blocks on the disk, but all in memory once they are read
+        path = folder / f"train-{shard:05d}.bin"
+        with path.open("wb") as file:
+            file.truncate(2 * shard_tokens)
+        shutil.copy(folder / "train-00000.bin.json", f"{path}.json")
+    shards._write(folder / "val-00000.bin", np.zeros(9, "<u2"), tok, documents=0, bytes=0)
+    shards.finish(folder, [first] * number, [first | {"count": 9}])
+    command = [sys.executable, "-c", EPOCH, str(folder), str(tmp_path / "out"), "4096", "128"]
+    run = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["windows"] == number * shard_tokens // 4096
+    anonymous, files = np.array(found["anonymous"][2:]), np.array(found["files"][2:])
+    assert anonymous.max() - anonymous[0] < 48 << 20
+    # of files no more is mapped than the shards that are mixed
+    assert files.max() - files.min() < (shards.MIXED + 3) * 2 * shard_tokens < number * 2 * shard_tokens * 0.6
