@@ -221,6 +221,8 @@ def show_source(part: config.Part, found: Iterator[Shown], tok: Tokenizer, rows:
 def show_pretraining(cfg: pretrain.Config, rows: int) -> None:
     """Print the first documents of every source, and how much there is of each."""
     cfg.data.check(("shakespeare", "mine", "hub", "shards"))
+    if cfg.data.endless:
+        raise UserError("this text is read in training and has no end: set data.limit to what is to be shown")
     corpus = pretrain.open_corpus(cfg.data, cfg.vocab_size, Path(cfg.cache))
     tok = corpus.tokenizer
     if cfg.data.kind == "shards":

@@ -65,6 +65,11 @@ class DataConfig:
         if not 0 < self.val_fraction < 1:
             raise UserError(f"data.val_fraction is {self.val_fraction}: it must be above 0 and below 1")
 
+    @property
+    def endless(self) -> bool:
+        """Whether the text of pretraining is read while the model trains, as there is no end to it that was asked for."""
+        return self.kind == "hub" and self.streaming and not self.limit
+
     def parts(self) -> list[Part]:
         """The sources of data=mix with their shares of training; of every other kind this one alone, all of it.
 

@@ -94,6 +94,10 @@ class TrainConfig:
         """Rows of a micro-batch: at most what gives every process of the run one."""
         return min(self.micro_batch_size, -(-self.batch_size // distributed.world()))
 
+    def mine(self, row: int) -> bool:
+        """Whether a row of pretraining, counted from the first step, is one that this process runs."""
+        return row % self.batch_size // self.rows_at_once % distributed.world() == distributed.rank()
+
     @property
     def branch(self) -> Path | None:
         """The file to branch from, where train.resume names one."""
