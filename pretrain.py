@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from torch import Tensor
 
 from base_model import GPT, GPTConfig
 from data import shakespeare
-from pocketgpt import checkpoint, config, distributed, plan, report, sources, tasks
+from pocketgpt import checkpoint, config, distributed, hub_stream, plan, report, sources, tasks
 from pocketgpt import device as machine
 from pocketgpt.corpus import Corpus, Documents, chain, prepare
-from pocketgpt.errors import run
+from pocketgpt.errors import UserError, run
 from pocketgpt.evaluation import bits_per_byte, reading
 from pocketgpt.loss import linear_cross_entropy
 from pocketgpt.metrics import RunLog
@@ -53,12 +53,12 @@ class Config:
     sample_tokens: int
 
 
-def own_documents(data: config.DataConfig) -> Iterator[str]:
-    """The documents of data=mine or data=hub, at most data.limit of them."""
+def own_documents(data: config.DataConfig, part: tuple[int, int] | None = None) -> Iterator[str]:
+    """The documents of data=mine or data=hub, at most data.limit of them. part: see `hub_rows`."""
     if data.kind == "mine":
         found = sources.documents(Path(data.path), data.field)
     else:
-        rows = sources.hub_rows(data.name, data.split, config=data.subset or None, streaming=data.streaming)
+        rows = sources.hub_rows(data.name, data.split, config=data.subset or None, streaming=data.streaming, part=part)
         found = (sources.text_of(row, data.field, where) for where, row in rows)
     return itertools.islice(found, data.limit or None)
 
@@ -98,7 +98,33 @@ def source_documents(data: config.DataConfig) -> tuple[Documents, Documents, str
 
 def open_corpus(data: config.DataConfig, vocab_size: int, cache: Path) -> Corpus:
     """The tokenizer and token files of a configuration: those in its folder of shards, or made under `cache`."""
+    if data.endless:
+        return open_stream(data, vocab_size, cache)
     return open_shards(Path(data.path)) if data.kind == "shards" else prepare(*documents(data), vocab_size, cache)
+
+
+def open_stream(data: config.DataConfig, vocab_size: int, cache: Path) -> Corpus:
+    """A tokenizer and held-out text from the beginning of a dataset, made under `cache`; the rest is read in training."""
+    if data.generate:
+        raise UserError(
+            "data.generate mixes a number of documents into the text, which has no end here: set data.limit"
+        )
+    part = (distributed.rank(), distributed.world())
+    every = partial(own_documents, data)
+
+    def own() -> Iterator[str]:
+        return sources.split_documents(every, data.val_fraction, part=partial(own_documents, data, part))[0]
+
+    train_docs, val_docs, source = source_documents(data)
+    corpus = prepare(
+        [],
+        lambda: sources.beginning(val_docs(), hub_stream.HELD_OUT_BYTES),
+        f"{source} read in training",
+        vocab_size,
+        cache,
+        learn_from=lambda: sources.beginning(train_docs(), hub_stream.TOKENIZER_BYTES),
+    )
+    return replace(corpus, train=[hub_stream.Stream(own, corpus.tokenizer)])
 
 
 def held_out(base: checkpoint.Checkpoint) -> Corpus:
@@ -125,15 +151,20 @@ def main() -> None:
     model.recompute = cfg.train.recompute
     fits = plan.set_micro_batch(model, cfg.train, cfg.optim, shape.block_size, dtype)
     windows = [source.windows(shape.block_size, cfg.train.seed) for source in corpus.train]
+    for rows in windows:
+        if isinstance(rows, hub_stream.StreamRows):
+            rows.mine = cfg.train.mine
     mixture = Mixture([part.share for part in parts], cfg.train.seed)
 
     log = RunLog(out, "base", config.plain(cfg), cfg.log, cfg.train.resume)
     log.say(f"{machine.describe(device)}; {why}")
     if fits:
         log.say(fits)
+    text = f"{sum(file.meta['bytes'] for file in corpus.train) / 1e6:.2f} MB to train on, {sum(map(len, corpus.train)):,} tokens"
+    if cfg.data.endless:
+        text = f"text is read in training, a part of 1 / {distributed.world()} by each process"
     log.say(
-        f"{sum(file.meta['bytes'] for file in corpus.train) / 1e6:.2f} MB to train on, {sum(map(len, corpus.train)):,} tokens; "
-        f"{corpus.val.meta['bytes'] / 1e6:.2f} MB held out; model of {model.n_parameters() / 1e6:.2f} M parameters"
+        f"{text}; {corpus.val.meta['bytes'] / 1e6:.2f} MB held out; model of {model.n_parameters() / 1e6:.2f} M parameters"
     )
 
     for part, file in zip(parts, corpus.train, strict=True):
@@ -170,6 +201,8 @@ def main() -> None:
         flops_per_token=model.flops_per_token(shape.block_size),
         made_from=config.plain(cfg) | {"text": corpus.fingerprint, "files": sources.fingerprints(cfg.data)},
     )
+    if cfg.data.endless:  # another number of processes would divide the text in another way
+        stage.made_from["processes"] = distributed.world()
     if distributed.is_main():
         config.save(cfg, out / "config_base.yaml")
     result = train(model, stage, cfg.train, cfg.optim, out, log)

@@ -28,11 +28,11 @@ import sft
 from base_model import GPTConfig
 from chat import PICTURES
 from pocketgpt import checkpoint, config, shapes, sources
-from pocketgpt.corpus import prepare
 from pocketgpt.errors import Parser, UserError, run
 from pocketgpt.metrics import console
 from pocketgpt.packing import encode, longest_allowed
 from pocketgpt.shapes import CHATS, PREFERENCES, Chat
+from pocketgpt.shards import Shards
 from pocketgpt.tokenizer import Tokenizer
 
 # Two shades of each, in turn, so that one sees where a token ends.
@@ -41,6 +41,7 @@ READ = ("", "dim")
 CONTROL = "bold magenta"  # on green where it is learned
 
 Ids = list[int]
+PIECE = 4096  # ids of a shard that are looked at together
 
 
 @dataclass
@@ -96,11 +97,26 @@ def preferences(data: config.DataConfig, tok: Tokenizer, block: int) -> Iterator
         yield Shown(where, described(row, where, PREFERENCES), sides, [], dropped)
 
 
-def pretraining(documents: Iterable[str], tok: Tokenizer) -> Iterator[Shown]:
+def pretraining(documents: Iterable[Ids]) -> Iterator[Shown]:
     """The documents of one source of `pretrain.py`, in their order."""
-    for number, text in enumerate(documents, 1):
-        ids = [*tok.encode(text), tok.eot_id]
+    for number, ids in enumerate(documents, 1):
         yield Shown(f"document {number}", "text", {"": (ids, [True] * len(ids))})
+
+
+def encoded(documents: Iterable[str], tok: Tokenizer) -> Iterator[Ids]:
+    """Each with its end of text."""
+    return ([*tok.encode(text), tok.eot_id] for text in documents)
+
+
+def in_shards(shards: Shards, tok: Tokenizer) -> Iterator[Ids]:
+    """The documents of a folder of shards, as they are stored."""
+    document: Ids = []
+    for start in range(0, len(shards), PIECE):
+        for token in shards.read(start, min(PIECE, len(shards) - start)).tolist():
+            document.append(token)
+            if token == tok.eot_id:
+                yield document
+                document = []
 
 
 def too_long(block: int, *sides: Ids) -> str:
@@ -204,14 +220,19 @@ def show_source(part: config.Part, found: Iterator[Shown], tok: Tokenizer, rows:
 
 def show_pretraining(cfg: pretrain.Config, rows: int) -> None:
     """Print the first documents of every source, and how much there is of each."""
-    cfg.data.check(("shakespeare", "mine", "hub"))
-    trains, val, source = pretrain.documents(cfg.data)
-    corpus = prepare(trains, val, source, cfg.vocab_size, Path(cfg.cache))
+    cfg.data.check(("shakespeare", "mine", "hub", "shards"))
+    if cfg.data.endless:
+        raise UserError("this text is read in training and has no end: set data.limit to what is to be shown")
+    corpus = pretrain.open_corpus(cfg.data, cfg.vocab_size, Path(cfg.cache))
     tok = corpus.tokenizer
+    if cfg.data.kind == "shards":
+        found = [in_shards(file, tok) for file in corpus.train if isinstance(file, Shards)]
+    else:
+        found = [encoded(documents(), tok) for documents in pretrain.documents(cfg.data)[0]]
     block = GPTConfig.from_dict(cfg.model | {"vocab_size": tok.vocab_size}, "configuration of pretrain").block_size
     console.print(legend())
-    for part, documents, file in zip(cfg.data.parts(), trains, corpus.train, strict=True):
-        for row in itertools.islice(pretraining(documents(), tok), rows):
+    for part, documents, file in zip(cfg.data.parts(), found, corpus.train, strict=True):
+        for row in itertools.islice(pretraining(documents), rows):
             show(row, tok, block)
         console.print(title(part, f"{file.meta['documents']:,} documents, {file.meta['bytes']:,} bytes"))
         console.print(f"  {len(file):,} tokens, all learned, in windows of {block} cut anywhere")

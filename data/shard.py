@@ -10,17 +10,16 @@ verified by checksum and kept. Held-out text fills one shard at most; a smaller 
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 
-from pocketgpt import config, files, shards
+from pocketgpt import config, files, shards, sources
 from pocketgpt.corpus import train_tokenizer
 from pocketgpt.errors import UserError, run
 from pocketgpt.metrics import bar, console
@@ -51,21 +50,21 @@ class Config:
             raise UserError(f"processes is {self.processes}: it must be at least 1, or 0 for one per processor")
 
 
-def beginning(docs: Iterable[str], most: int) -> Iterator[str]:
-    """The first documents, about `most` bytes of text."""
-    ends = itertools.accumulate(docs, lambda read, text: (read[0] + len(text.encode()), text), initial=(0, ""))
-    return (text for _, text in itertools.takewhile(lambda read: read[0] <= most, itertools.islice(ends, 1, None)))
-
-
 def get_tokenizer(cfg: Config, docs: Iterable[str], out: Path) -> Tokenizer:
-    """The one in the folder already, else the one asked for, else a new one."""
+    """The one asked for, else the one in the folder already, else a new one. UserError if that in the folder is of another
+    size."""
     made = out / "tokenizer_config.json"  # the last of its files
     if cfg.tokenizer:
         tok = Tokenizer.load(cfg.tokenizer)
     elif made.exists():
-        return Tokenizer.load(out)
+        tok = Tokenizer.load(out)
+        if tok.vocab_size != cfg.vocab_size:
+            raise UserError(
+                f"{out}: its tokenizer has {tok.vocab_size} entries, vocab_size is {cfg.vocab_size}: set "
+                f"vocab_size={tok.vocab_size}, choose another folder with out=, or delete it"
+            )
     else:
-        tok = train_tokenizer(beginning(docs, TOKENIZER_BYTES), cfg.vocab_size)
+        tok = train_tokenizer(sources.beginning(docs, TOKENIZER_BYTES), cfg.vocab_size)
     if not made.exists():
         tok.save(out, cfg.shard_tokens)  # which is no limit here
     return tok
@@ -74,7 +73,7 @@ def get_tokenizer(cfg: Config, docs: Iterable[str], out: Path) -> Tokenizer:
 def main() -> None:
     from pretrain import source_documents  # here, for the encoding processes import this file, too, and need no torch
 
-    cfg = config.load("shard", Config)
+    cfg = config.load("shard", Config, program="data/shard.py")
     cfg.check()
     out = Path(cfg.out)
     files.reserve(out)

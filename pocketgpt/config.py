@@ -65,6 +65,11 @@ class DataConfig:
         if not 0 < self.val_fraction < 1:
             raise UserError(f"data.val_fraction is {self.val_fraction}: it must be above 0 and below 1")
 
+    @property
+    def endless(self) -> bool:
+        """Whether the text of pretraining is read while the model trains, as there is no end to it that was asked for."""
+        return self.kind == "hub" and self.streaming and not self.limit
+
     def parts(self) -> list[Part]:
         """The sources of data=mix with their shares of training; of every other kind this one alone, all of it.
 
@@ -104,22 +109,23 @@ class Part:
     data: DataConfig
 
 
-def load(name: str, schema: type[T], arguments: list[str] | None = None) -> T:
+def load(name: str, schema: type[T], arguments: list[str] | None = None, program: str = "") -> T:
     """Compose configs/<name>.yaml with the command line's overrides into an instance of the dataclass `schema`.
 
     Hydra's composing is used without its job launcher, which would change the working directory and write folders.
-    `--help` prints the file with its comments.
+    `--help` prints the file with its comments. Messages name the `program`, which is <name>.py if nothing else is said.
 
     Raises:
         UserError: on an unknown key, an unknown choice, or a value of the wrong type.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    program = program or f"{name}.py"
     if any(argument in ("-h", "--help") for argument in arguments):
         print(help_text(name))
         sys.exit(0)
     flag = next((a for a in arguments if a.startswith("-")), None)
     if flag:
-        raise UserError(f"{flag}: options are written key=value here; python {name}.py --help lists the keys")
+        raise UserError(f"{flag}: options are written key=value here; python {program} --help lists the keys")
     # Under a tracer (debugger, coverage) OmegaConf would shorten its messages and make errors their own cause.
     os.environ["OC_CAUSE"] = "0"
     try:
@@ -130,7 +136,7 @@ def load(name: str, schema: type[T], arguments: list[str] | None = None) -> T:
         return OmegaConf.to_object(merged)  # type: ignore[return-value]
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise UserError(
-            f"configuration of {name}: {first_cause(error)}; python {name}.py --help lists the keys"
+            f"configuration of {name}: {first_cause(error)}; python {program} --help lists the keys"
         ) from None
 
 

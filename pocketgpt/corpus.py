@@ -18,6 +18,7 @@ from pocketgpt.token_files import TokenFile, is_current, write_tokens
 from pocketgpt.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from pocketgpt.hub_stream import Stream
     from pocketgpt.shards import Shards
 
 # Chat repeats these in every turn, so they should be one token each; no corpus says "assistant" often enough.
@@ -28,15 +29,23 @@ Documents = Callable[[], Iterable[str]]  # starts a new pass over the documents 
 @dataclass
 class Corpus:
     tokenizer: Tokenizer
-    train: Sequence[TokenFile | Shards]  # of each source
+    train: Sequence[TokenFile | Shards | Stream]  # of each source
     val: TokenFile
     fingerprint: str  # sha256 of the text behind both
 
 
-def prepare(train: Sequence[Documents], val: Documents, source: str, vocab_size: int, cache: Path) -> Corpus:
+def prepare(
+    train: Sequence[Documents],
+    val: Documents,
+    source: str,
+    vocab_size: int,
+    cache: Path,
+    learn_from: Documents | None = None,
+) -> Corpus:
     """Train the tokenizer on the training documents of all sources and encode both splits, unless that has been done.
 
     source: any string that changes when the text does. The results lie in a folder of `cache` named after it.
+    learn_from: what the tokenizer learns from, if not all training documents.
 
     Raises:
         UserError: if the text does not hold enough distinct pieces for vocab_size.
@@ -47,10 +56,10 @@ def prepare(train: Sequence[Documents], val: Documents, source: str, vocab_size:
     if tokenizer_path.exists():
         tokenizer = Tokenizer.load(tokenizer_path)
     else:
-        tokenizer = train_tokenizer(chain(*train)(), vocab_size)
+        tokenizer = train_tokenizer((learn_from or chain(*train))(), vocab_size)
         write_text(tokenizer_path, tokenizer.to_json())
     files = []
-    names = ["train", *(f"train{number}" for number in range(1, len(train))), "val"]
+    names = [*(f"train{number or ''}" for number in range(len(train))), "val"]
     for name, documents in zip(names, [*train, val], strict=True):
         path = folder / f"{name}.bin"
         if not is_current(path, tokenizer, source):

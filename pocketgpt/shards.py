@@ -244,7 +244,7 @@ class Shards:
     def __init__(self, folder: Path, rows: list[dict[str, Any]], tok: Tokenizer) -> None:
         """rows: as in the index. UserError if a shard is missing or of the wrong size."""
         self.path = folder
-        self.meta = {"bytes": sum(row["bytes"] for row in rows)}
+        self.meta = {key: sum(row[key] for row in rows) for key in ("bytes", "documents")}
         self.starts = np.cumsum([0] + [row["count"] for row in rows])  # (shards + 1,) of each in the ring, and the end
         item = token_type(tok.vocab_size)[1].itemsize
         for row in rows:

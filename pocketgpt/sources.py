@@ -258,15 +258,23 @@ def _parquet_rows(path: Path, column: str | None) -> Iterator[tuple[str, Row]]:
 
 
 def hub_rows(
-    name: str, split: str, *, config: str | None = None, data_dir: str | None = None, streaming: bool = False
+    name: str,
+    split: str,
+    *,
+    config: str | None = None,
+    data_dir: str | None = None,
+    streaming: bool = False,
+    part: tuple[int, int] | None = None,
 ) -> Iterator[tuple[str, Row]]:
     """(where, row) for each row of one split of a dataset of the hub, or of a local folder of data files, read by
     `datasets.load_dataset`. `streaming` starts at once and keeps nothing on disk; without it the data is downloaded.
+    part: (k, n) for the k-th part of n, counted from 0, that have no row in common.
 
     Raises UserError when there is no such dataset or split, and within HUB_SECONDS when the hub cannot be reached.
     With HF_HUB_OFFLINE=1 in the environment only what has been downloaded before is used.
     """
     import datasets  # slow to import, and its loggers speak up before our one line does
+    from datasets.distributed import split_dataset_by_node
     from datasets.exceptions import DatasetsError
     from huggingface_hub import constants
     from huggingface_hub.errors import HTTPError
@@ -281,6 +289,8 @@ def hub_rows(
         )
     try:
         data = datasets.load_dataset(name, config, split=split, data_dir=data_dir, streaming=streaming)
+        if part:
+            data = split_dataset_by_node(data, *part)
         for number, row in enumerate(data, 1):
             yield f"{name} {split} row {number}", row
     except (OSError, ValueError, HTTPError, DatasetsError) as error:
@@ -314,9 +324,13 @@ def _answers(url: str) -> bool:
 
 
 def split_documents(
-    docs: Callable[[], Iterable[str]], val_fraction: float = 0.05, seed: int = 0
+    docs: Callable[[], Iterable[str]],
+    val_fraction: float = 0.05,
+    seed: int = 0,
+    part: Callable[[], Iterable[str]] | None = None,
 ) -> tuple[Iterator[str], Iterator[str]]:
     """(train, val) documents of data that has no validation split of its own; `docs` starts a new pass over the data.
+    part: starts one over some of it, whose training documents are asked for instead.
 
     A hash of its text decides about a document, so that copies go the same way and new data moves no old document.
     Both sides get at least one. Fewer documents than 1 / val_fraction are cut instead, each at a line end (or a
@@ -331,15 +345,21 @@ def split_documents(
     enough = math.ceil(1 / val_fraction)
     marks = [mark(text) for text in itertools.islice(docs(), enough)]
     if len(marks) < enough or min(marks) == max(marks):
-        halves = (part for text in docs() if (part := _cut(text, val_fraction)[0]).strip())
-        tails = (part for text in docs() if (part := _cut(text, val_fraction)[1]).strip())
+        halves = (half for text in (part or docs)() if (half := _cut(text, val_fraction)[0]).strip())
+        tails = (tail for text in docs() if (tail := _cut(text, val_fraction)[1]).strip())
         return halves, tails
 
     def held_out(text: str) -> bool:
         here = mark(text)
         return here == min(marks) or (here < val_fraction and here != max(marks))
 
-    return (text for text in docs() if not held_out(text)), (text for text in docs() if held_out(text))
+    return (text for text in (part or docs)() if not held_out(text)), (text for text in docs() if held_out(text))
+
+
+def beginning(docs: Iterable[str], most: int) -> Iterator[str]:
+    """The first documents, about `most` bytes of text."""
+    ends = itertools.accumulate(docs, lambda read, text: (read[0] + len(text.encode()), text), initial=(0, ""))
+    return (text for _, text in itertools.takewhile(lambda read: read[0] <= most, itertools.islice(ends, 1, None)))
 
 
 def _cut(text: str, val_fraction: float) -> tuple[str, str]:

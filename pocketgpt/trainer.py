@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pocketgpt import checkpoint, distributed, kernels, lora, optim
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError, is_out_of_memory
+from pocketgpt.loading import Loader
 from pocketgpt.metrics import RunLog
 
 # Minutes. Compiling took 51 s and made a step 1.15 times as fast (docs/LOG.md), which is even after 7 of them.
@@ -93,6 +94,10 @@ class TrainConfig:
         """Rows of a micro-batch: at most what gives every process of the run one."""
         return min(self.micro_batch_size, -(-self.batch_size // distributed.world()))
 
+    def mine(self, row: int) -> bool:
+        """Whether a row of pretraining, counted from the first step, is one that this process runs."""
+        return row % self.batch_size // self.rows_at_once % distributed.world() == distributed.rank()
+
     @property
     def branch(self) -> Path | None:
         """The file to branch from, where train.resume names one."""
@@ -122,7 +127,8 @@ class Batch:
 class Stage:
     """What a stage script brings to the loop.
 
-    batches: the micro-batches of a step, a pure function of the step's number, so that the data cursor is that number.
+    batches: the micro-batches of a step, a pure function of the step's number, so that the data cursor is that number. It is
+    called ahead, in a thread of its own: see `pocketgpt.loading`.
     loss: sum over a micro-batch's supervised tokens (or pairs), and numbers to log, summed likewise.
     evaluate: metrics on held-out data; sample: a text to look at.
     monitor: the metric, higher is better, whose best weights are kept; None keeps the last.
@@ -228,7 +234,8 @@ def train(
         evaluate(model, stage, state, log)  # the weights we start from may turn out the best
 
     tokens = timed = 0.0  # since the last log line
-    all_tokens = all_timed = 0.0  # since the first step, which warms up and is not counted
+    all_tokens = all_timed = all_waited = 0.0  # since the first step, which warms up and is not counted
+    loader = Loader(stage.batches, device)
     shown: dict[str, Any] = {}
     began = time.perf_counter() - state.elapsed
     step_seconds = 0.0
@@ -243,7 +250,7 @@ def train(
             if state.scale == 1 > scale:
                 save_resume(stable_path, model, optimizer, stage, state)
             torch.manual_seed(config.seed * 1_000_003 + state.step + (distributed.rank() << 40))  # dropout
-            batches = stage.batches(state.step)  # of all processes: so each knows what the whole step supervises
+            batches = loader.batches(state.step)  # of all processes: so each knows what the whole step supervises
             weight = max(1, sum(batch.weight for batch in batches))
             sums: dict[str, Any] = {}
             failure: Exception | None = None
@@ -299,12 +306,14 @@ def train(
                     tokens_per_s=rate,
                     mfu=rate * stage.flops_per_token / peak,
                     memory_bytes=machine.peak_memory(device),
+                    loader_share=loader.waited / timed,
                     tokens=state.tokens,
                     elapsed_s=state.elapsed,
                 )
                 if state.step > 1:
                     all_tokens, all_timed = all_tokens + tokens, all_timed + timed
-                tokens = timed = 0.0
+                    all_waited += loader.waited
+                tokens = timed = loader.waited = 0.0
             if state.step % config.eval_every == 0 or last:
                 evaluate(model, stage, state, log)
                 if not last:
@@ -322,11 +331,14 @@ def train(
         interrupt.restore()
         gc.unfreeze()
         log.stop()
+        loader.close()
     if state.best_weights is not None and state.best_metrics is not None:
         lora.restore(model, state.best_weights)
         state.last_metrics = state.best_metrics
     model.eval()
     save_resume(resume_path, model, optimizer, stage, state)
+    if all_timed:
+        log.say(f"{all_waited / all_timed:.2%} of the step time went into waiting for data")
     return Result(state.step, state.last_metrics, all_tokens / all_timed if all_timed else 0.0)
 
 

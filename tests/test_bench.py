@@ -14,6 +14,7 @@ from pretrain import Config as PretrainConfig
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))  # which is no package: its files are run
 
+import scale as bench_scale
 import train as bench_train
 import weights
 
@@ -128,3 +129,43 @@ def test_a_missing_peer_is_named() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=bench, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == {"missing": "transformers, accelerate, trl, psutil not installed"}
+
+
+def test_exchanges_of_several_processes() -> None:
+    """Four steps of two seconds. In the last two, which count, the first process waits for 0.5 s in each exchange, the
+    second for 0.1 s; one exchange takes it 0.7 s."""
+    first = [(2.0 * step, [0.5, 0.5]) for step in range(4)]
+    second = [(2.0 * step + 0.1, [0.1, 0.7] if step == 3 else [0.1, 0.1]) for step in range(4)]
+    first[0] = (0.0, [9.0] * 7)  # the warm-up has exchanges of its own
+    found = bench_scale.shares([first, second])
+    assert found["step_s"] == [2.0, 2.0]
+    assert found["communication_share"] == pytest.approx((4 * 0.5 + 0.1 * 3 + 0.7) / 2 / 4)
+    assert found["exchange_share"] == pytest.approx((0.1 + 0.1 + 0.1 + 0.5) / 4)
+    assert bench_scale.shares([first])["communication_share"] == pytest.approx(2.0 / 4)
+
+
+def test_the_last_line_of_the_scaling_benchmark() -> None:
+    def shared(processes: int, seconds: list[float], loss: list[float], share: float) -> dict:
+        run = {
+            "kind": "shared",
+            "round": 1,
+            "processes": processes,
+            "step_tokens": 100,
+            "step_s": seconds,
+            "loss": loss,
+        }
+        return run | {"communication_share": share, "exchange_share": share / 2, "loader_share": 0.0, "held_out": 2.5}
+
+    rows = [
+        shared(2, [1.0, 1.0, 9.0], [3.0, 2.0], 0.1),
+        shared(4, [0.5], [3.0, 2.25], 0.2),
+        {"kind": "apart", "round": 1, "processes": 4, "step_tokens": 100, "step_s": [0.4]},
+        shared(2, [1.0, 1.0], [3.0, 2.0], 0.3),
+        shared(4, [0.7, 0.8], [3.0, 2.25], 0.2),
+    ]
+    found = bench_scale.results(rows)
+    assert found["tokens_per_s"] == {"2": 100.0, "4": round(100 / 0.7, 1)}
+    assert found["scaling_efficiency"] == {"2": 1.0, "4": round(0.5 / 0.7, 3)}
+    assert found["efficiency_apart"] == {"4": 1.25}
+    assert found["communication_share"] == {"2": 0.2, "4": 0.2}
+    assert found["loss_distance"] == {"2": 0.0, "4": 0.25}

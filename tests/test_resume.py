@@ -22,7 +22,7 @@ from pocketgpt.errors import UserError
 from pocketgpt.metrics import read_jsonl
 
 STEPS = 4
-CLOCK = {"tokens_per_s", "mfu", "memory_bytes", "elapsed_s"}  # what two runs cannot have in common
+CLOCK = {"tokens_per_s", "mfu", "memory_bytes", "elapsed_s", "loader_share"}  # what two runs cannot have in common
 MAINS = {"base": pretrain.main, "sft": sft.main, "dpo": dpo.main}
 FILES = {"base": ("base",), "sft": ("sft",), "dpo": ("control", "dpo")}  # the runs of a stage
 

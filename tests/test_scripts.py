@@ -126,7 +126,17 @@ def test_the_report_shows_the_whole_road(road: tuple[Path, dict[str, str]]) -> N
         for key, column in columns.items():
             values = [row[key] if key != "minutes" else row["elapsed_s"] / 60 for row in rows]
             assert column == pytest.approx(values, rel=1e-5), key
-        assert {"loss", "tokens", "minutes", "lr", "grad_norm", "tokens_per_s", "mfu", "memory_bytes"} <= columns.keys()
+        assert {
+            "loss",
+            "tokens",
+            "minutes",
+            "lr",
+            "grad_norm",
+            "tokens_per_s",
+            "mfu",
+            "memory_bytes",
+            "loader_share",
+        } <= columns.keys()
     assert page["columns"]["0/base/train"]["tokens"] == [2 * 128, 3 * 2 * 128]
     assert len(data) < 300_000 and "run evaluate.py again" not in data
 

@@ -1,6 +1,7 @@
 """Shards: the ids of the corpus whatever their size and whenever it was killed, and every window once in an epoch."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_resume import call
 
+import show
 from pocketgpt import shards
 from pocketgpt.errors import UserError
 from pocketgpt.shards import Shards, ShardWindows, encoders, open_shards, write_shards
@@ -176,11 +179,38 @@ def test_a_killed_run_ends_as_if_it_had_not_been_killed(made):
     assert corpus.train[0].read(0, len(ids) + 1).tolist() == [*ids, corpus.tokenizer.eot_id]
 
 
+def test_a_rerun_that_asks_for_something_else_is_refused(made):
+    files = [path for path in (made / "out").iterdir() if path.name != ".lock"]
+    before = [path.read_bytes() for path in files]
+    for wrong, message in (
+        ("shard_tokens=6000", "out: holds shards made with another shard_tokens: choose another folder"),
+        ("vocab_size=280", "out: its tokenizer has 270 entries, vocab_size is 280: set vocab_size=270, choose another"),
+        ("vocab=280", "'vocab' is not in struct, full_key: vocab; python data/shard.py --help lists the keys"),
+    ):
+        other = shard(made, "out=out", "vocab_size=270", "shard_tokens=5000", wrong)
+        said = other.communicate(timeout=120)[1]
+        assert other.returncode == 1 and message in " ".join(said.split()), said
+    assert [path.read_bytes() for path in files] == before
+
+
+def test_shards_are_shown(made, capsys):
+    call(show.main, ["--rows", "3", "pretrain", "data=shards", f"data.path={made / 'out'}"])
+    said = capsys.readouterr().out
+    first, second, third = said.split("\ndocument ")[1:]
+    corpus = open_shards(made / "out")
+    rows = [json.loads(line)["text"] for line in (made / "text.jsonl").read_text().splitlines()]
+    length = len(corpus.tokenizer.encode(rows[0])) + 1
+    assert first.startswith(f"1  text\n{length} tokens, {length} learned\n")
+    assert re.sub("[«»]", "", second).split("\n", 2)[2].startswith(rows[1].strip())
+    assert f"{made / 'out'}  {corpus.train[0].meta['documents']:,} documents, " in third
+    assert len(rows) > corpus.train[0].meta["documents"] > 1800  # some are held out
+    assert f"  {len(corpus.train[0]):,} tokens, all learned" in third
+    whole_text = list(show.in_shards(corpus.train[0], corpus.tokenizer))
+    assert len(whole_text) == corpus.train[0].meta["documents"]
+    assert sum(map(len, whole_text)) == len(corpus.train[0])
+
+
 def test_what_is_wrong_with_a_folder_is_said(made, tmp_path):
-    other = shard(made, "out=out", "vocab_size=270", "shard_tokens=6000")
-    said = other.communicate(timeout=120)[1]
-    assert other.returncode == 1
-    assert "out: holds shards made with another shard_tokens: choose another folder" in said
     with pytest.raises(UserError, match=r"shards\.json: cannot be read"):
         open_shards(tmp_path)
     folder = tmp_path / "copy"
@@ -194,3 +224,72 @@ def test_what_is_wrong_with_a_folder_is_said(made, tmp_path):
     corpus = open_shards(folder)
     with pytest.raises(UserError, match=r"train-00001\.bin: its checksum is wrong"):
         corpus.train[0].read(5000, 1)
+
+
+EPOCH = """
+import json, re, resource, sys
+from dataclasses import replace
+from pathlib import Path
+import numpy as np, torch
+from torch import nn
+from pocketgpt import optim
+from pocketgpt.metrics import RunLog
+from pocketgpt.mixture import Mixture
+from pocketgpt.shards import open_shards
+from pocketgpt.trainer import Batch, Stage, TrainConfig, train
+torch.set_num_threads(1)
+folder, out, block, rows = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+corpus = open_shards(folder)
+windows = corpus.train[0].windows(block, 1)
+mixture = Mixture([1.0], 1)
+model = nn.Linear(1, 1)
+taken = []  # (anonymous memory, mapped files) in bytes at each step
+
+def memory(key):
+    return 1024 * int(re.search(key + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+def batches(step):
+    ids = torch.from_numpy(np.stack(mixture.rows([windows], step, rows)))
+    return [Batch((ids,), ids.numel(), ids.numel())]
+
+def loss(batch):
+    taken.append((memory("RssAnon"), memory("RssFile")))
+    return (model.weight - 1).square().sum() * batch.weight, {}
+
+stage = Stage("epoch", batches, loss, lambda: {}, lambda: "", 1.0)
+steps = windows.per_epoch // rows
+config = TrainConfig(steps, 0.0, rows, rows, 0.1, 0.0, 0.0, "linear", 0.0, 10**6, 10**6, 1, "float32", False, False)
+adamw = optim.OptimConfig("adamw", 0.9, 0.95, 1e-8, 0.1, 0.0, 0.0)
+warm = Stage("epoch", lambda step: [Batch((torch.zeros(rows, block + 1).long(),), 1, 1)], loss, dict, str, 1.0)
+train(model, warm, replace(config, steps=3), adamw, out, RunLog(out, "epoch", {}))  # what torch itself takes
+taken[:] = [(memory("RssAnon"), memory("RssFile"))]
+resource.setrlimit(resource.RLIMIT_DATA, (memory("VmData") + (64 << 20),) * 2)
+train(model, stage, config, adamw, out, RunLog(out, "epoch", {}))
+print(json.dumps({"anonymous": [a for a, _ in taken], "files": [f for _, f in taken], "windows": steps * rows}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_training_on_more_text_than_memory_takes_no_more_of_it(tok, tmp_path):
+    """An epoch of the training loop over 320 MB, where 64 MB are not to be had beside the program."""
+    folder, shard_tokens, number = tmp_path / "shards", 8 << 20, 20
+    folder.mkdir()
+    tok.save(folder, 64)
+    shards.begin(folder, {"tokenizer": tok.fingerprint})
+    first = shards._write(folder / "train-00000.bin", np.zeros(shard_tokens, "<u2"), tok, documents=0, bytes=0)
+    for shard in range(1, number):  # no blocks on the disk, but all in memory once they are read
+        path = folder / f"train-{shard:05d}.bin"
+        with path.open("wb") as file:
+            file.truncate(2 * shard_tokens)
+        shutil.copy(folder / "train-00000.bin.json", f"{path}.json")
+    shards._write(folder / "val-00000.bin", np.zeros(9, "<u2"), tok, documents=0, bytes=0)
+    shards.finish(folder, [first] * number, [first | {"count": 9}])
+    command = [sys.executable, "-c", EPOCH, str(folder), str(tmp_path / "out"), "4096", "128"]
+    run = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["windows"] == number * shard_tokens // 4096
+    anonymous, files = np.array(found["anonymous"]), np.array(found["files"])
+    assert anonymous.max() - anonymous[0] < 32 << 20
+    # of files no more is mapped than the shards that are mixed
+    assert files.max() - files.min() < (shards.MIXED + 3) * 2 * shard_tokens < number * 2 * shard_tokens * 0.6

@@ -1,5 +1,6 @@
 """The shared loop: accumulation, the clock, resuming, skipping, and what it writes."""
 
+import itertools
 import math
 import signal
 from pathlib import Path
@@ -57,6 +58,18 @@ def line_stage(
     return Stage("toy", batches, loss, lambda: {"w": model.w.item()}, lambda: "a sample", 1.0, monitor=monitor)
 
 
+def interrupt(stage: Stage, at: int, number: int) -> None:
+    """A signal arrives while step `at`, counted from 0, computes the first of its two losses."""
+    right, calls = stage.loss, itertools.count()
+
+    def interrupted(batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if next(calls) == 2 * at:
+            signal.raise_signal(number)
+        return right(batch)
+
+    stage.loss = interrupted
+
+
 def run(tmp_path: Path, model: Line, stage: Stage, config: TrainConfig) -> trainer.Result:
     return train(model, stage, config, ADAMW, tmp_path, RunLog(tmp_path, "toy", {}, resume=config.resume))
 
@@ -97,13 +110,7 @@ def test_resumed_run_equals_an_uninterrupted_one(tmp_path: Path, number: int) ->
     whole, half = Line(0.5), Line(0.5)
     run(tmp_path / "whole", whole, line_stage(whole, 4), settings())
     stage = line_stage(half, 4)
-
-    def interrupted(step: int) -> list[Batch]:
-        if step == 3:
-            signal.raise_signal(number)
-        return line_stage(half, 4).batches(step)
-
-    stage.batches = interrupted
+    interrupt(stage, 3, number)
     with pytest.raises(SystemExit) as stop:
         run(tmp_path / "half", half, stage, settings())
     assert stop.value.code == 128 + number
@@ -128,12 +135,12 @@ def test_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     model = Line()
     stage = line_stage(model, 4)
 
-    def twice(step: int) -> list[Batch]:
+    def twice(batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("not reached")
 
-    stage.batches = twice
+    stage.loss = twice
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, model, stage, settings())
@@ -237,7 +244,8 @@ def test_the_clock_ends_a_run_with_its_decay_done(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(trainer.time, "perf_counter", lambda: now[0])
     model = Line()
     stage = line_stage(model, 8)
-    stage.batches = lambda step: (now.__setitem__(0, now[0] + 6.0), line_stage(model, 8).batches(step))[1]
+    right = stage.loss
+    stage.loss = lambda batch: (now.__setitem__(0, now[0] + 6.0), right(batch))[1]
     result = run(tmp_path, model, stage, settings(steps=0, minutes=1.0, decay=1.0, eval_every=100))
     rates = [row["lr"] for row in read_jsonl(tmp_path / "metrics_toy.jsonl") if row["kind"] == "train"]
     assert result.step == 10
@@ -294,14 +302,7 @@ def test_a_branch_of_the_stable_phase_is_the_run_that_had_its_horizon_from_the_b
     run(tmp_path / "whole", whole, line_stage(whole, 4), horizon)
     stage, source = line_stage(trunk, 4), "resume_toy.pt"
     if how == "stopped":
-        good = stage.batches
-
-        def interrupted(step: int) -> list[Batch]:
-            if step == 7:
-                signal.raise_signal(signal.SIGINT)
-            return good(step)
-
-        stage.batches = interrupted
+        interrupt(stage, 7, signal.SIGINT)
         with pytest.raises(SystemExit):
             run(tmp_path / "trunk", trunk, stage, settings(steps=1000, warmup=2))
     elif how == "ended":
