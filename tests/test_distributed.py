@@ -32,7 +32,7 @@ seen = []
 step = optim.Optimizer.step
 
 def watched(self, scale):
-    seen.append([p.grad.clone() for part in self.parts for g in part.param_groups for p in g["params"]])
+    seen.append([distributed.full(p.grad).clone() for part in self.parts for g in part.param_groups for p in g["params"]])
     step(self, scale)
 
 optim.Optimizer.step = watched
@@ -101,13 +101,16 @@ def one(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize(("processes", "stages"), [(2, "pretrain,sft,dpo"), (5, "sft")])
+@pytest.mark.parametrize(
+    ("processes", "stages", "parallel"),
+    [(2, "pretrain,sft,dpo", "ddp"), (5, "sft", "ddp"), (2, "pretrain,sft,dpo", "fsdp"), (3, "sft", "fsdp")],
+)
 def test_gradients_and_losses_are_those_of_one_process(
-    processes: int, stages: str, folder: Path, one: Path, tmp_path: Path
+    processes: int, stages: str, parallel: str, folder: Path, one: Path, tmp_path: Path
 ) -> None:
-    """Two processes have two micro-batches each; the fifth of five has none. Conversations and pairs are of unequal
-    lengths, so are the weights of the micro-batches."""
-    said = launch(folder, tmp_path, processes, stages, *THREE)
+    """Two processes have two micro-batches each; the third of three has one, the fifth of five none. Conversations and pairs
+    are of unequal lengths, so are the weights of the micro-batches."""
+    said = launch(folder, tmp_path, processes, stages, *THREE, f"parallel={parallel}")
     assert said.count("step     1  loss") == (4 if "dpo" in stages else 1)  # control and DPO: one process speaks
     for name, stage in STAGES.items():
         if name not in stages:
