@@ -73,6 +73,20 @@ def start(device: torch.device) -> torch.device:
     return device
 
 
+def ended(error: Exception) -> UserError:
+    """What to say when another process has died, with what this one noticed of it."""
+    reason = next(iter(str(error).splitlines()), "")[-120:]
+    return UserError(
+        f"another process of this run has ended, so this one does ({reason}); what is saved is whole: "
+        "train.resume=true goes on from the last evaluation"
+    )
+
+
+def is_of_others(error: Exception) -> bool:
+    """Whether a computation failed for want of another process: blocks whose weights are divided wait in their middle."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+
+
 @contextmanager
 def together() -> Iterator[None]:
     """Around whatever waits for other processes: one that has died ends this one in one line."""
@@ -81,11 +95,7 @@ def together() -> Iterator[None]:
     except RuntimeError as error:  # gloo's and NCCL's only common class
         if not dist.is_initialized():
             raise
-        reason = next(iter(str(error).splitlines()), "")[-120:]
-        raise UserError(
-            f"another process of this run has ended, so this one does ({reason}); what is saved is whole: "
-            "train.resume=true goes on from the last evaluation"
-        ) from error
+        raise ended(error) from error
 
 
 def gather(value: T) -> list[T]:
@@ -179,6 +189,17 @@ def place(tensor: Tensor, kind: str) -> Tensor:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     return distribute_tensor(tensor.to(kind), mesh(kind), [Shard(0)], src_data_rank=None)
+
+
+def blank(shape: torch.Size, dtype: torch.dtype, kind: str) -> Tensor:
+    """A tensor without contents, divided among the processes and their devices of this kind; or whole, on the CPU, without one."""
+    from torch.distributed.tensor import Shard, empty
+
+    return (
+        empty(shape, dtype=dtype, device_mesh=mesh(kind), placements=[Shard(0)])
+        if kind
+        else torch.empty(shape, dtype=dtype)
+    )
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pocketgpt import checkpoint, distributed, kernels, lora, optim
+from pocketgpt import checkpoint, distributed, kernels, lora, optim, sharded
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError, is_out_of_memory
 from pocketgpt.metrics import RunLog
@@ -208,6 +208,7 @@ def train(
     state = State()
     resume_path, stable_path = out / f"resume_{stage.name}.pt", out / f"stable_{stage.name}.pt"
     distributed.same_weights(model, trained)
+    writer = sharded.Writer()
     if config.resume:
         source = config.branch or resume_path
         made_from, state = load_resume(source, trained, optimizer, log)
@@ -224,6 +225,7 @@ def train(
     elif distributed.is_main():
         for old in (stable_path, previous(stable_path)):
             old.unlink(missing_ok=True)
+        sharded.sweep(stable_path, previous(stable_path))
     log.start(config.steps, config.minutes, state.step, state.elapsed)
     data = {key: value for key, value in stage.made_from.items() if key not in log.about["config"]}
     log.record(unit=stage.unit, data=data, environment=machine.environment(device))
@@ -244,7 +246,7 @@ def train(
             step_start = time.perf_counter()
             scale = lr_scale(config, state, step_seconds)
             if state.scale == 1 > scale:
-                save_resume(stable_path, trained, optimizer, stage, state)
+                save_resume(writer, stable_path, trained, optimizer, stage, state)
             torch.manual_seed(config.seed * 1_000_003 + state.step + (distributed.rank() << 40))  # dropout
             batches = stage.batches(state.step)  # of all processes: so each knows what the whole step supervises
             weight = max(1, sum(batch.weight for batch in batches))
@@ -311,13 +313,16 @@ def train(
             if state.step % config.eval_every == 0 or last:
                 evaluate(model, trained, stage, state, log)
                 if not last:
-                    save_resume(resume_path, trained, optimizer, stage, state)
+                    save_resume(writer, resume_path, trained, optimizer, stage, state)
             if stopped_by:
-                save_resume(resume_path, trained, optimizer, stage, state)
+                save_resume(writer, resume_path, trained, optimizer, stage, state)
+                writer.finish()
                 log.stop()
                 log.say(f"stopped after step {state.step}, saved {resume_path}; go on with train.resume=true")
                 raise SystemExit(128 + stopped_by)
     except (RuntimeError, MemoryError) as error:
+        if distributed.is_of_others(error):
+            raise distributed.ended(error) from error
         if not is_out_of_memory(error):
             raise
         raise UserError(f"{stage.name}: out of memory in step {state.step + 1}: try {smaller(config)}") from error
@@ -330,7 +335,8 @@ def train(
         lora.restore(model, state.best_weights)
         state.last_metrics = state.best_metrics
     model.eval()
-    save_resume(resume_path, trained, optimizer, stage, state)
+    save_resume(writer, resume_path, trained, optimizer, stage, state)
+    writer.finish()
     return Result(state.step, state.last_metrics, all_tokens / all_timed if all_timed else 0.0)
 
 
@@ -485,17 +491,17 @@ def previous(path: Path) -> Path:
     return path.with_name(f"{path.stem}.previous.pt")
 
 
-def save_resume(path: Path, model: nn.Module, optimizer: optim.Optimizer, stage: Stage, state: State) -> None:
+def save_resume(
+    writer: sharded.Writer, path: Path, trained: nn.Module, optimizer: optim.Optimizer, stage: Stage, state: State
+) -> None:
     """Write where the run stands, for a run of any number of processes."""
-    if not distributed.is_main():
-        return
     contents = {
         "made_from": stage.made_from,
-        "model": lora.trained(model),
+        "model": lora.trained(trained),
         "optimizer": optimizer.state_dict(),
         "state": vars(state),
     }
-    checkpoint.write(path, contents, previous(path))
+    writer.save(path, previous(path), contents)
 
 
 def load_resume(path: Path, model: nn.Module, optimizer: optim.Optimizer, log: RunLog) -> tuple[dict[str, Any], State]:
@@ -508,12 +514,12 @@ def load_resume(path: Path, model: nn.Module, optimizer: optim.Optimizer, log: R
     if not files:
         raise UserError(f"{path}: nothing to resume from; run without train.resume=true")
     try:
-        raw = checkpoint.read(files[0])
+        raw = sharded.read(files[0], model)
     except UserError as error:
         if len(files) == 1:
             raise
         log.say(f"{error}")
-        raw = checkpoint.read(files[1])
+        raw = sharded.read(files[1], model)
         path = files[1]
         log.say(f"going on from the one before it, {path}")
     try:
@@ -523,10 +529,11 @@ def load_resume(path: Path, model: nn.Module, optimizer: optim.Optimizer, log: R
                 raise TypeError(f"{name} is {getattr(state, name)!r}")
         for weights in (state.best_weights, raw["model"]):
             if weights is not None:
+                weights = sharded.like(model, weights)
                 lora.restore(model, weights)
-                if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
+                if not all(bool(distributed.local(tensor).isfinite().all()) for tensor in weights.values()):
                     raise ValueError("NaN or infinity in the weights")
-        optimizer.load_state_dict(raw["optimizer"])
+        optimizer.load_state_dict(sharded.like(model, raw["optimizer"]))
         return dict(raw["made_from"]), state
     except Exception as error:  # of any kind: what is in there may be of another model, or not ours
         raise UserError(
