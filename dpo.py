@@ -453,7 +453,7 @@ def main() -> None:
         log.record(reference_s=time.perf_counter() - start_reference)
         held.reference = distributed.from_main(partial(held.log_probs, model, dtype))
 
-    trained = distributed.network(model, cfg.parallel)
+    trained = distributed.network(model, cfg.parallel, log.say)
 
     def preference(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, targets, *reference = batch.inputs

@@ -149,7 +149,7 @@ def main() -> None:
             for part in rows.split(cfg.train.rows_at_once)
         ]
 
-    trained = distributed.network(model, cfg.parallel)
+    trained = distributed.network(model, cfg.parallel, log.say)
     hidden_states = compiled(trained.hidden_states, cfg.train, device, log)
 
     def loss(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

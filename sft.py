@@ -144,7 +144,7 @@ def main() -> None:
         )
         return [Batch(part, int((part[1] != IGNORE).sum()), int((part[3] >= 0).sum())) for part in parts]
 
-    trained = distributed.network(model, cfg.parallel)
+    trained = distributed.network(model, cfg.parallel, log.say)
     hidden_states = compiled(trained.hidden_states, cfg.train, device, log)
 
     def loss(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

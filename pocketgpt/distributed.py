@@ -158,14 +158,18 @@ def mesh(kind: str) -> Any:
     return init_device_mesh(kind, (world(),))
 
 
-def network(model: Model, parallel: str) -> Model:
+def network(model: Model, parallel: str, say: Callable[[str], None]) -> Model:
     """What is trained: the model itself, or under fsdp, in a run of several processes, its double whose weights are divided.
 
     Blocks gather their weights when they run; embedding, last norm and head stay gathered from the forward to the
     backward pass, since the losses read the head's weight themselves. The model keeps its modules, for evaluation and saving.
     """
-    if parallel == "ddp" or world() == 1:
+    if parallel == "ddp":
         return model
+    if world() == 1:
+        say("parallel=fsdp: one process, nothing is divided")
+        return model
+    say(f"parallel=fsdp: weights, gradients and moments divided among {world()} processes")
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}

@@ -40,7 +40,16 @@ def watched(self, scale):
     if len(seen) == stop and distributed.rank() == distributed.world() - 1:
         signal.raise_signal(signal.SIGTERM)
 
+# A micro-batch with nothing supervised in each step of fine-tuning: the first of those that make the batch of eight rows.
+lay_out = sft.lay_out
+
+def first_two_unsupervised(rows, length):
+    laid = lay_out(rows, length)
+    laid.targets[: 2 if len(rows) == 8 else 0] = -1
+    return laid
+
 optim.Optimizer.step = watched
+sft.lay_out = first_two_unsupervised
 for name, out, stop, arguments in runs:
     script = dict(pretrain=pretrain, sft=sft, dpo=dpo)[name]
     seen.clear()
@@ -126,21 +135,71 @@ def test_gradients_and_losses_are_those_of_one_process(
     said = launch(folder, tmp_path, processes, stages, *THREE, f"parallel={parallel}")
     assert said.count("step     1  loss") == (4 if "dpo" in stages else 1)  # control and DPO: one process speaks
     for name, stage in STAGES.items():
-        if name not in stages:
-            continue
-        expected = torch.load(one / f"{name}_0.grads")
-        assert len(expected) == (6 if name == "dpo" else 3)  # control and DPO
-        for rank in range(processes):
-            found = torch.load(tmp_path / f"{name}_{rank}.grads")
-            assert len(found) == len(expected)
-            for mine, theirs in [
-                (found[i], expected[i]) for i in range(0, len(expected), 3)
-            ]:  # later ones drift: Muon rounds
-                size = torch.cat([gradient.flatten() for gradient in theirs]).norm().item()
-                difference = torch.cat([(a - b).flatten() for a, b in zip(mine, theirs, strict=True)]).norm().item()
-                assert size > 1e-4 and difference < 1e-6 * max(1.0, size), (name, rank)
-        assert losses(tmp_path, stage) == pytest.approx(losses(one, stage), rel=1e-4)
-        assert checkpoint.load(tmp_path / f"ckpt_{stage}.pt").step == 3
+        if name in stages:
+            assert_same_run(tmp_path, one, name, processes)
+            assert losses(tmp_path, stage) == pytest.approx(losses(one, stage), rel=1e-4)
+            assert checkpoint.load(tmp_path / f"ckpt_{stage}.pt").step == 3
+
+
+def assert_same_run(ours: Path, theirs: Path, name: str, processes: int) -> None:
+    """The gradients of the first of three steps are those of one process, in every process: later ones drift, Muon rounds."""
+    expected = torch.load(theirs / f"{name}_0.grads")
+    assert len(expected) == (6 if name == "dpo" else 3)  # control and DPO
+    for rank in range(processes):
+        found = torch.load(ours / f"{name}_{rank}.grads")
+        assert len(found) == len(expected)
+        for step in range(0, len(expected), 3):
+            pairs = list(zip(found[step], expected[step], strict=True))
+            size = torch.cat([b.flatten() for _, b in pairs]).norm().item()
+            difference = torch.cat([(a - b).flatten() for a, b in pairs]).norm().item()
+            assert size > 1e-4 and difference < 1e-6 * max(1.0, size), (name, rank)
+
+
+def test_two_agents_with_two_processes_each_are_one_run(folder: Path, one: Path, tmp_path: Path) -> None:
+    where = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port()}", "--rdzv-id", "test")
+    runs = json.dumps([("sft", str(tmp_path), 0, [*THREE, "parallel=fsdp"])])
+    agents = [torchrun(2, str(folder / "worker.py"), str(folder), runs, nodes=where) for _ in range(2)]
+    said = [agent.communicate(timeout=120)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert "".join(said).count("step     1  loss") == 1
+    assert_same_run(tmp_path, one, "sft", 4)
+
+
+# What the weights of a divided network have to go through, and a bound on what three steps of AdamW make of its rounding.
+VARIANTS = {
+    "lora": ("sft", ["lora.rank=4", "train.recompute=true", "train.grad_clip=0.5"]),
+    "gpt2": (
+        "pretrain",
+        [
+            "model=gpt2",
+            "model.tie_embeddings=false",
+            "model.n_embd=36",
+            "model.n_head=3",
+            "model.n_kv_head=3",
+            "train.recompute=selective",
+            "optim.cautious=true",
+        ],
+    ),
+    "dpo": ("dpo", ["train.grad_clip=0.5"]),
+}
+SMOOTH = [
+    "optim=adamw",
+    "optim.eps=1e-3",
+    "train.recompute=false",
+]  # AdamW does not blow up the rounding of tiny gradients
+
+
+def test_divided_weights_end_where_those_of_one_process_do(folder: Path, tmp_path: Path) -> None:
+    """Adapters, recomputing, clipping, an untied head, learned positions, biases, and sizes that do not divide evenly."""
+    for processes in (1, 2):
+        runs = [
+            (stage, f"{tmp_path}/{processes}/{name}", 0, [*THREE, *SMOOTH, *own, "parallel=fsdp"])
+            for name, (stage, own) in VARIANTS.items()
+        ]
+        launch_runs(folder, processes, *runs)
+    for name, (stage, _) in VARIANTS.items():
+        assert_same_run(tmp_path / "2" / name, tmp_path / "1" / name, stage, 2)
+        assert same_weights(tmp_path / "2" / name, tmp_path / "1" / name, STAGES[stage], 1e-6), name
 
 
 def test_a_run_goes_on_with_another_number_of_processes(folder: Path, one: Path, tmp_path: Path) -> None:
