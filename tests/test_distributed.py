@@ -40,16 +40,16 @@ def watched(self, scale):
     if len(seen) == stop and distributed.rank() == distributed.world() - 1:
         signal.raise_signal(signal.SIGTERM)
 
-# A micro-batch with nothing supervised in each step of fine-tuning: the first of those that make the batch of eight rows.
+# A micro-batch with nothing supervised in each step of fine-tuning: the last of its eight rows.
 lay_out = sft.lay_out
 
-def first_two_unsupervised(rows, length):
+def last_two_unsupervised(rows, length):
     laid = lay_out(rows, length)
-    laid.targets[: 2 if len(rows) == 8 else 0] = -1
+    laid.targets[6:] = -1
     return laid
 
 optim.Optimizer.step = watched
-sft.lay_out = first_two_unsupervised
+sft.lay_out = last_two_unsupervised
 for name, out, stop, arguments in runs:
     script = dict(pretrain=pretrain, sft=sft, dpo=dpo)[name]
     seen.clear()
