@@ -462,6 +462,7 @@ def evaluate(model: nn.Module, trained: nn.Module, stage: Stage, state: State, l
 
 
 def evaluate_whole(model: nn.Module, stage: Stage, state: State, log: RunLog) -> None:
+    """The part of `evaluate` that the first process does, on a model that has all its weights."""
     model.eval()
     with torch.no_grad():
         state.last_metrics = stage.evaluate()

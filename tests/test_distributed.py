@@ -204,13 +204,11 @@ def test_divided_weights_end_where_those_of_one_process_do(folder: Path, tmp_pat
 
 def test_a_run_goes_on_with_another_number_of_processes(folder: Path, one: Path, tmp_path: Path) -> None:
     """The place in the data is the step's number, so nothing is seen twice or left out."""
-    arguments = [argument for argument in THREE if argument != "train.steps=3"]
-    launch(folder, tmp_path, 2, "sft", *arguments, "train.steps=2", "train.decay=0", "train.warmup=0")
-    launch(
-        folder, tmp_path, 1, "sft", *arguments, "train.steps=3", "train.decay=0", "train.warmup=0", "train.resume=force"
-    )
-    whole = tmp_path / "whole"
-    launch(folder, whole, 1, "sft", *arguments, "train.steps=3", "train.decay=0", "train.warmup=0")
+    arguments = [*THREE[1:], "train.decay=0", "train.warmup=0"]
+    launch(folder, tmp_path, 2, "sft", *arguments, "train.steps=2")
+    whole, longer = tmp_path / "whole", [*arguments, "train.steps=3"]
+    runs = [("sft", str(tmp_path), 0, [*longer, "train.resume=force"]), ("sft", str(whole), 0, longer)]
+    launch_runs(folder, 1, *runs)
     assert losses(tmp_path, "sft") == pytest.approx(losses(whole, "sft"), rel=1e-4)
 
 
