@@ -11,6 +11,7 @@ import contextlib
 import re
 import secrets
 import shutil
+import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -136,7 +137,9 @@ def read(path: Path, trained: torch.nn.Module) -> dict[str, Any]:
         reader = dcp.HuggingFaceStorageReader(str(folder))
         found: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
         tensors = {name: distributed.blank(about.size, about.properties.dtype, kind) for name, about in found.items()}
-        dcp.load(tensors, storage_reader=reader, process_group=channel() if divided else None, no_dist=not divided)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process reads all: that is meant
+            dcp.load(tensors, storage_reader=reader, process_group=channel() if divided else None, no_dist=not divided)
     except (Exception, CheckpointException) as error:  # whatever a damaged folder makes its readers stumble over
         raise UserError(f"{folder}: not readable ({checkpoint.first_line(error)}); the file {path} needs it") from None
     return tree_map_with_path(lambda where, leaf: tensors.get(keystr(where), leaf), raw)
