@@ -125,6 +125,7 @@ class Config:
     max_length: int
     out: str
     device: str
+    parallel: str
     log: str
 
 
@@ -363,6 +364,7 @@ def main() -> None:
     cfg = config.load("dpo", Config)
     cfg.train.check()
     cfg.optim.check()
+    distributed.check(cfg.parallel)
     cfg.lora.check()
     cfg.dpo.check()
     if cfg.train.compile:
@@ -451,9 +453,11 @@ def main() -> None:
         log.record(reference_s=time.perf_counter() - start_reference)
         held.reference = distributed.from_main(partial(held.log_probs, model, dtype))
 
+    trained = distributed.network(model, cfg.parallel, log.say)
+
     def preference(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, targets, *reference = batch.inputs
-        policy = evaluation.answer_log_probs(model, inputs, targets, dtype)
+        policy = evaluation.answer_log_probs(trained, inputs, targets, dtype)
         lengths = (targets != IGNORE).sum(1)
         losses, reward_chosen, reward_rejected = objective(policy, reference[0] if reference else None, lengths)
         total = losses.sum() - chosen_nll * (policy / lengths)[: len(losses)].sum()
@@ -463,7 +467,7 @@ def main() -> None:
 
     def likelihood(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, targets = batch.inputs
-        chosen = evaluation.answer_log_probs(model, inputs, targets, dtype)
+        chosen = evaluation.answer_log_probs(trained, inputs, targets, dtype)
         return -(chosen / (targets != IGNORE).sum(1)).sum(), {}
 
     def evaluate() -> dict[str, float]:
@@ -509,7 +513,7 @@ def main() -> None:
     def finish(name: str, stage_log: RunLog, batches: Callable[[int], list[Batch]], loss: Loss, lr: float) -> Path:
         """Train from the SFT weights with this loss, keep the best by held-out wins, and save. Returns where."""
         monitor = "liked" if dev else "accuracy"
-        stage = Stage(name, batches, loss, evaluate, sample, flops, unit="/pair", monitor=monitor, made_from=made_from)
+        stage = Stage(name, batches, loss, evaluate, sample, flops, "/pair", monitor, made_from, trained)
         resume = distributed.from_main(lambda: cfg.train.resume and (out / f"resume_{name}.pt").exists())
         settings = TrainConfig(**{**vars(cfg.train), "lr": lr, "resume": resume})
         result = train(model, stage, settings, cfg.optim, out, stage_log)

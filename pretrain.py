@@ -47,6 +47,7 @@ class Config:
     out: str
     cache: str
     device: str
+    parallel: str
     log: str
     vocab_size: int
     prompt: str
@@ -137,6 +138,7 @@ def main() -> None:
     cfg = config.load("pretrain", Config)
     cfg.train.check()
     cfg.optim.check()
+    distributed.check(cfg.parallel)
     cfg.data.check(("shakespeare", "mine", "hub", "shards"))
     parts = cfg.data.parts()
     out = Path(cfg.out)
@@ -178,13 +180,14 @@ def main() -> None:
             for part in rows.split(cfg.train.rows_at_once)
         ]
 
-    hidden_states = compiled(model.hidden_states, cfg.train, device, log)
+    trained = distributed.network(model, cfg.parallel, log.say)
+    hidden_states = compiled(trained.hidden_states, cfg.train, device, log)
 
     def loss(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         x, y = batch.inputs
         with machine.autocast(device, dtype):
             hidden = hidden_states(x)
-        return linear_cross_entropy(hidden, model.lm_head.weight, y, dtype), {}
+        return linear_cross_entropy(hidden, trained.lm_head.weight, y, dtype), {}
 
     def sample() -> str:
         prompt = torch.tensor([[corpus.tokenizer.eot_id, *corpus.tokenizer.encode(cfg.prompt)]], device=device)
@@ -200,6 +203,7 @@ def main() -> None:
         sample=sample,
         flops_per_token=model.flops_per_token(shape.block_size),
         made_from=config.plain(cfg) | {"text": corpus.fingerprint, "files": sources.fingerprints(cfg.data)},
+        network=trained,
     )
     if cfg.data.endless:  # another number of processes would divide the text in another way
         stage.made_from["processes"] = distributed.world()

@@ -44,6 +44,7 @@ class Config:
     max_length: int
     out: str
     device: str
+    parallel: str
     log: str
 
 
@@ -90,6 +91,7 @@ def main() -> None:
     cfg = config.load("sft", Config)
     cfg.train.check()
     cfg.optim.check()
+    distributed.check(cfg.parallel)
     cfg.lora.check()
     cfg.data.check(("instruct", "mine", "hub"))
     parts = cfg.data.parts()
@@ -142,13 +144,14 @@ def main() -> None:
         )
         return [Batch(part, int((part[1] != IGNORE).sum()), int((part[3] >= 0).sum())) for part in parts]
 
-    hidden_states = compiled(model.hidden_states, cfg.train, device, log)
+    trained = distributed.network(model, cfg.parallel, log.say)
+    hidden_states = compiled(trained.hidden_states, cfg.train, device, log)
 
     def loss(batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, targets, positions, segments = batch.inputs
         with machine.autocast(device, dtype):
             hidden = hidden_states(inputs, positions, attention_mask(segments))
-        return linear_cross_entropy(hidden, model.lm_head.weight, targets, dtype), {}
+        return linear_cross_entropy(hidden, trained.lm_head.weight, targets, dtype), {}
 
     def evaluate() -> dict[str, float]:
         metrics = {"loss": heldout_loss(model, val_rows, length, dtype)}
@@ -167,6 +170,7 @@ def main() -> None:
         return f"user: {question[-1]['content']}\nassistant: {answer}"
 
     stage = Stage("sft", batches, loss, evaluate, sample, model.flops_per_token(length, supervised / read))
+    stage.network = trained
     digests = {"start": start, "conversations": sources.digest(train_chats)}
     stage.made_from = config.plain(cfg) | digests | {"files": sources.fingerprints(cfg.data)}
     if distributed.is_main():

@@ -239,7 +239,7 @@ def stay_inside(folder: Path) -> None:
             raise UserError(f"{entry}: leads out of its folder, to {target}: refused; put the file itself there")
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)[:120]
 
 

@@ -81,6 +81,9 @@ class Muon(torch.optim.Optimizer):
     The same update as torch.optim.Muon, which works on one matrix after another; here all matrices of a shape, and those of
     the transposed shape, go through the products together, which takes a sixth less time (docs/LOG.md).
 
+    Of weights that are divided among processes (see `distributed.network`) each process gathers the matrices that fall to
+    it, keeps their momentum, orthogonalizes, and sends back to every process its rows of the update.
+
     warmup: steps in which the momentum rises from `FIRST_MOMENTUM`: early gradients are soon out of date.
     """
 
@@ -99,21 +102,42 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             params, lr, momentum = group["params"], group["lr"], group["momentum"]
-            grads = torch.stack([wide(p.grad) for p in params])
+            divided = distributed.is_divided(params[0])
+            mine = [p.grad for p in params]
+            grads = stacked(distributed.gathered(mine) if divided else mine, params[0])
             state = self.state[params[0]]  # one buffer for the group
             if "momentum" not in state:
-                state["momentum"] = torch.zeros_like(grads)
+                zeros = torch.zeros_like(grads)
+                state["momentum"] = distributed.joined(zeros, len(params)) if divided else zeros
+            average = distributed.local(state["momentum"])
             if group["warmup"]:
                 state["step"] = state.get("step", torch.zeros(())) + 1
                 share = min(1.0, (float(state["step"]) - 1) / group["warmup"])
                 momentum = share * momentum + (1 - share) * min(momentum, self.FIRST_MOMENTUM)
-            state["momentum"].lerp_(grads, 1 - momentum)
-            ahead = grads.lerp_(state["momentum"], momentum)  # Nesterov's
-            updates = distributed.divided(orthogonalize, ahead)
-            torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
-            for parameter, update in zip(params, updates, strict=True):
+            average.lerp_(grads, 1 - momentum)
+            ahead = grads.lerp_(average, momentum)  # Nesterov's
+            if divided:
+                owned = params[distributed.part(len(params), distributed.rank())]
+                updates = distributed.scattered(turned(orthogonalize(ahead), owned), params, torch.bfloat16)
+            else:
+                updates = turned(distributed.divided(orthogonalize, ahead), params)
+            weights = list(map(distributed.local, params))
+            torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+            for parameter, weight, update in zip(params, weights, updates, strict=True):
                 rows, columns = parameter.shape
-                parameter.add_(update if rows <= columns else update.mT, alpha=-lr * max(1.0, rows / columns) ** 0.5)
+                weight.add_(update, alpha=-lr * max(1.0, rows / columns) ** 0.5)
+
+
+def stacked(matrices: list[Tensor], like: Tensor) -> Tensor:
+    """(N, rows, columns), the longer side last; N may be 0. like: a matrix of that shape or its transpose."""
+    if not matrices:
+        return distributed.local(like).new_empty(0, *sorted(like.shape))
+    return torch.stack([wide(matrix) for matrix in matrices])
+
+
+def turned(updates: Tensor, params: list[nn.Parameter]) -> list[Tensor]:
+    """The opposite: each as its parameter lies."""
+    return [u if p.size(0) <= p.size(1) else u.mT for u, p in zip(updates, params, strict=True)]
 
 
 def wide(matrix: Tensor) -> Tensor:

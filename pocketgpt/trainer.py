@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pocketgpt import checkpoint, distributed, kernels, lora, optim
+from pocketgpt import checkpoint, distributed, kernels, lora, optim, sharded
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError, is_out_of_memory
 from pocketgpt.loading import Loader
@@ -27,8 +27,8 @@ from pocketgpt.metrics import RunLog
 COMPILE_PAYS_AFTER = 15
 PATIENCE_WITH_NAN = 10  # steps in a row with a non-finite loss or gradient before the run gives up
 Network = Callable[..., Tensor]
-# Keys that a resumed run may change: where things lie (the data itself is compared by its digest), and who is told.
-FREE = ("out", "cache", "checkpoint", "log", "data.path", "train.resume")
+# Keys that a resumed run may change: where things lie (the data itself is compared by its digest), who is told, who works.
+FREE = ("out", "cache", "checkpoint", "log", "parallel", "data.path", "train.resume")
 # Keys that a branch may change as well: when it ends, and how.
 HORIZON = tuple(f"train.{key}" for key in ("steps", "minutes", "decay", "decay_shape", "eval_every", "log_every"))
 
@@ -134,6 +134,7 @@ class Stage:
     monitor: the metric, higher is better, whose best weights are kept; None keeps the last.
     made_from: all that the result follows from, in plain values: the resolved configuration and digests of the data. A
     run is resumed only where it is the same, see `FREE`.
+    network: what the loss runs, if that is not the model itself, see `distributed.network`.
     """
 
     name: str
@@ -145,6 +146,7 @@ class Stage:
     unit: str = "nats/token"  # of the loss
     monitor: str | None = None
     made_from: dict[str, Any] = field(default_factory=dict)
+    network: nn.Module | None = None
 
 
 class Interrupt:
@@ -207,12 +209,15 @@ def train(
     """
     config.check()
     device = next(model.parameters()).device
-    optimizer = optim.Optimizer(model, optim_config, config.lr)
+    trained = model if stage.network is None else stage.network
+    optimizer = optim.Optimizer(trained, optim_config, config.lr)
     state = State()
     resume_path, stable_path = out / f"resume_{stage.name}.pt", out / f"stable_{stage.name}.pt"
+    distributed.same_weights(model, trained)
+    writer = sharded.Writer()
     if config.resume:
         source = config.branch or resume_path
-        made_from, state = load_resume(source, model, optimizer, log)
+        made_from, state = load_resume(source, trained, optimizer, log)
         if changed := differences(made_from, stage.made_from, free=FREE + HORIZON if config.branch else FREE):
             if config.resume != "force":
                 raise UserError(
@@ -226,12 +231,12 @@ def train(
     elif distributed.is_main():
         for old in (stable_path, previous(stable_path)):
             old.unlink(missing_ok=True)
-    distributed.same_weights(model)
+        sharded.sweep(stable_path, previous(stable_path))
     log.start(config.steps, config.minutes, state.step, state.elapsed)
     data = {key: value for key, value in stage.made_from.items() if key not in log.about["config"]}
     log.record(unit=stage.unit, data=data, environment=machine.environment(device))
     if stage.monitor is not None and state.step == 0:
-        evaluate(model, stage, state, log)  # the weights we start from may turn out the best
+        evaluate(model, trained, stage, state, log)  # the weights we start from may turn out the best
 
     tokens = timed = 0.0  # since the last log line
     all_tokens = all_timed = all_waited = 0.0  # since the first step, which warms up and is not counted
@@ -239,7 +244,7 @@ def train(
     shown: dict[str, Any] = {}
     began = time.perf_counter() - state.elapsed
     step_seconds = 0.0
-    model.train()
+    trained.train()
     gc.collect()
     gc.freeze()  # what is here stays: the collector need not walk it at every step
     interrupt = Interrupt()
@@ -248,25 +253,25 @@ def train(
             step_start = time.perf_counter()
             scale = lr_scale(config, state, step_seconds)
             if state.scale == 1 > scale:
-                save_resume(stable_path, model, optimizer, stage, state)
+                save_resume(writer, stable_path, trained, optimizer, stage, state)
             torch.manual_seed(config.seed * 1_000_003 + state.step + (distributed.rank() << 40))  # dropout
             batches = loader.batches(state.step)  # of all processes: so each knows what the whole step supervises
             weight = max(1, sum(batch.weight for batch in batches))
             sums: dict[str, Any] = {}
             failure: Exception | None = None
             try:
-                for batch in batches[distributed.rank() :: distributed.world()]:
+                for batch, counts in distributed.dealt(batches, trained):
                     total, numbers = stage.loss(batch.to(device))
-                    (total / weight).backward()
+                    (total / weight * counts).backward()
                     for key, value in {"loss": total.detach(), **numbers}.items():
-                        sums[key] = sums.get(key, 0.0) + value
+                        sums[key] = sums.get(key, 0.0) + value * counts
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
+                if not is_out_of_memory(error) or distributed.is_divided(trained):
+                    raise  # where weights are divided, the others are waiting in the middle of theirs
                 failure = error
             sums = together(sums, failure)
-            distributed.sum_gradients(model.parameters())
-            norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or float("inf"))
+            distributed.sum_gradients(trained)
+            norm = distributed.clip_gradients(trained, config.grad_clip or float("inf"))
             supervised = any(batch.weight for batch in batches)
             if supervised and bool(torch.isfinite(norm + sums["loss"])):
                 state.bad = 0
@@ -315,15 +320,18 @@ def train(
                     all_waited += loader.waited
                 tokens = timed = loader.waited = 0.0
             if state.step % config.eval_every == 0 or last:
-                evaluate(model, stage, state, log)
+                evaluate(model, trained, stage, state, log)
                 if not last:
-                    save_resume(resume_path, model, optimizer, stage, state)
+                    save_resume(writer, resume_path, trained, optimizer, stage, state)
             if stopped_by:
-                save_resume(resume_path, model, optimizer, stage, state)
+                save_resume(writer, resume_path, trained, optimizer, stage, state)
+                writer.finish()
                 log.stop()
                 log.say(f"stopped after step {state.step}, saved {resume_path}; go on with train.resume=true")
                 raise SystemExit(128 + stopped_by)
     except (RuntimeError, MemoryError) as error:
+        if distributed.is_of_others(error):
+            raise distributed.ended(error) from error
         if not is_out_of_memory(error):
             raise
         raise UserError(f"{stage.name}: out of memory in step {state.step + 1}: try {smaller(config)}") from error
@@ -332,11 +340,13 @@ def train(
         gc.unfreeze()
         log.stop()
         loader.close()
+    distributed.fill(model, trained)
     if state.best_weights is not None and state.best_metrics is not None:
         lora.restore(model, state.best_weights)
         state.last_metrics = state.best_metrics
     model.eval()
-    save_resume(resume_path, model, optimizer, stage, state)
+    save_resume(writer, resume_path, trained, optimizer, stage, state)
+    writer.finish()
     if all_timed:
         log.say(f"{all_waited / all_timed:.2%} of the step time went into waiting for data")
     return Result(state.step, state.last_metrics, all_tokens / all_timed if all_timed else 0.0)
@@ -369,6 +379,8 @@ def pick_compile(config: TrainConfig, device: torch.device) -> tuple[bool, str]:
 def compiled(network: Network, config: TrainConfig, device: torch.device, log: RunLog) -> Network:
     """The network as `pick_compile` decides, which is printed; and as it was, with a line, if compiling fails."""
     wanted, why = pick_compile(config, device)
+    if wanted and distributed.is_divided(getattr(network, "__self__", None)):
+        wanted, why = False, "not compiled: parallel=fsdp"
     log.say(why)
     if not wanted:
         return network
@@ -453,11 +465,16 @@ def together(sums: dict[str, Any], failure: Exception | None) -> dict[str, Any]:
     return {key: sum(part.get(key, 0.0) for part, _ in parts) for key in keys}
 
 
-def evaluate(model: nn.Module, stage: Stage, state: State, log: RunLog) -> None:
+def evaluate(model: nn.Module, trained: nn.Module, stage: Stage, state: State, log: RunLog) -> None:
     """Held-out metrics and a sample; keeps the weights if they are the best so far by the stage's monitor. The first process
     does so for all."""
-    if not distributed.is_main():
-        return
+    with distributed.whole(model, trained):
+        if distributed.is_main():
+            evaluate_whole(model, stage, state, log)
+
+
+def evaluate_whole(model: nn.Module, stage: Stage, state: State, log: RunLog) -> None:
+    """The part of `evaluate` that the first process does, on a model that has all its weights."""
     model.eval()
     with torch.no_grad():
         state.last_metrics = stage.evaluate()
@@ -487,17 +504,17 @@ def previous(path: Path) -> Path:
     return path.with_name(f"{path.stem}.previous.pt")
 
 
-def save_resume(path: Path, model: nn.Module, optimizer: optim.Optimizer, stage: Stage, state: State) -> None:
+def save_resume(
+    writer: sharded.Writer, path: Path, trained: nn.Module, optimizer: optim.Optimizer, stage: Stage, state: State
+) -> None:
     """Write where the run stands, for a run of any number of processes."""
-    if not distributed.is_main():
-        return
     contents = {
         "made_from": stage.made_from,
-        "model": lora.trained(model),
+        "model": lora.trained(trained),
         "optimizer": optimizer.state_dict(),
         "state": vars(state),
     }
-    checkpoint.write(path, contents, previous(path))
+    writer.save(path, previous(path), contents)
 
 
 def load_resume(path: Path, model: nn.Module, optimizer: optim.Optimizer, log: RunLog) -> tuple[dict[str, Any], State]:
@@ -510,12 +527,12 @@ def load_resume(path: Path, model: nn.Module, optimizer: optim.Optimizer, log: R
     if not files:
         raise UserError(f"{path}: nothing to resume from; run without train.resume=true")
     try:
-        raw = checkpoint.read(files[0])
+        raw = sharded.read(files[0], model)
     except UserError as error:
         if len(files) == 1:
             raise
         log.say(f"{error}")
-        raw = checkpoint.read(files[1])
+        raw = sharded.read(files[1], model)
         path = files[1]
         log.say(f"going on from the one before it, {path}")
     try:
@@ -525,10 +542,11 @@ def load_resume(path: Path, model: nn.Module, optimizer: optim.Optimizer, log: R
                 raise TypeError(f"{name} is {getattr(state, name)!r}")
         for weights in (state.best_weights, raw["model"]):
             if weights is not None:
+                weights = sharded.like(model, weights)
                 lora.restore(model, weights)
-                if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
+                if not all(bool(distributed.local(tensor).isfinite().all()) for tensor in weights.values()):
                     raise ValueError("NaN or infinity in the weights")
-        optimizer.load_state_dict(raw["optimizer"])
+        optimizer.load_state_dict(sharded.like(model, raw["optimizer"]))
         return dict(raw["made_from"]), state
     except Exception as error:  # of any kind: what is in there may be of another model, or not ours
         raise UserError(

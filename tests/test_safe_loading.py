@@ -23,7 +23,7 @@ import evaluate
 import kv_cache
 import sft
 from base_model import GPT, PRESETS
-from pocketgpt import checkpoint, optim, trainer
+from pocketgpt import checkpoint, optim, sharded, trainer
 from pocketgpt.errors import UserError
 from pocketgpt.tokenizer import Tokenizer
 from tests.test_saving import LOG, STAGE
@@ -296,7 +296,7 @@ def test_a_resume_file(out: Path, damage: str, capsys: pytest.CaptureFixture[str
         parameter.grad = torch.ones_like(parameter)
     both.step(1.0)  # so that there are moments
     path = out / "resume_sft.pt"
-    trainer.save_resume(path, model, both, STAGE, trainer.State(step=3))
+    trainer.save_resume(sharded.Writer(), path, model, both, STAGE, trainer.State(step=3))
     RESUME[damage][0](path)
     assert RESUME[damage][1] in refusal(lambda file: trainer.load_resume(file, model, both, LOG), path, capsys)
 

@@ -23,7 +23,7 @@ from test_scripts import ROOT
 
 import pretrain
 from base_model import GPT
-from pocketgpt import checkpoint, files, hf, optim, trainer
+from pocketgpt import checkpoint, files, hf, optim, sharded, trainer
 from pocketgpt.errors import UserError, run
 from pocketgpt.metrics import RunLog
 from pocketgpt.token_files import write_tokens
@@ -43,7 +43,7 @@ def save(out: Path, tok: Tokenizer, number: int, **changes: Any) -> None:
     with torch.no_grad():
         model.norm.weight.fill_(number)
     weights = checkpoint.Checkpoint("sft", model.config.to_dict(), model.state_dict(), tok, step=number)
-    trainer.save_resume(out / "resume_sft.pt", MODEL, OPTIMIZER, STAGE, trainer.State(step=number))
+    trainer.save_resume(sharded.Writer(), out / "resume_sft.pt", MODEL, OPTIMIZER, STAGE, trainer.State(step=number))
     checkpoint.save(out, weights)
 
 
