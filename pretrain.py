@@ -1,7 +1,7 @@
 """Stage 1: from text to a base model.
 
     python pretrain.py                                   # Shakespeare, a few minutes
-    python pretrain.py data=mine data.path=books/ train.minutes=60
+    python pretrain.py data=mine data.path=books/ model=auto train.minutes=60
     python pretrain.py --help                            # every key with its meaning
 
 Writes ckpt_base.pt, the folder base/, metrics_base.jsonl and plot_base.png under `out`.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,17 @@ from torch import Tensor
 
 from base_model import GPT, GPTConfig
 from data import shakespeare
-from pocketgpt import checkpoint, config, distributed, plan, report, sources, tasks
+from pocketgpt import checkpoint, config, distributed, plan, report, sizing, sources, tasks
 from pocketgpt import device as machine
 from pocketgpt.corpus import Corpus, Documents, chain, prepare
-from pocketgpt.errors import run
+from pocketgpt.errors import UserError, run
 from pocketgpt.evaluation import bits_per_byte, reading
 from pocketgpt.loss import linear_cross_entropy
 from pocketgpt.metrics import RunLog
 from pocketgpt.mixture import Mixture
 from pocketgpt.optim import OptimConfig
 from pocketgpt.shards import open_shards
-from pocketgpt.trainer import Batch, Stage, TrainConfig, compiled, train
+from pocketgpt.trainer import Batch, Stage, TrainConfig, compiled, resumed_from, train
 
 
 @dataclass
@@ -107,6 +107,48 @@ def held_out(base: checkpoint.Checkpoint) -> Corpus:
     return open_corpus(data, base.run_config["vocab_size"], Path(base.run_config["cache"]))
 
 
+def settle(cfg: Config, corpus: Corpus, device: torch.device, dtype: torch.dtype) -> str:
+    """model=auto: put what pocketgpt.sizing chooses into cfg, or what the run that is resumed has chosen. Returns why, in words.
+
+    Raises:
+        UserError: if there is no time to choose for, or no size fits into memory.
+    """
+    if cfg.train.resume:
+        before = resumed_from(cfg.train, Path(cfg.out), "base")
+        cfg.model |= {key: before["model"][key] for key in sizing.CHOSEN}
+        kept = ("batch_size", "micro_batch_size") if cfg.train.branch else ("batch_size", "micro_batch_size", "steps")
+        cfg.train = replace(cfg.train, **{key: before["train"][key] for key in kept})
+        return f"model=auto: {cfg.model['n_layer']} x {cfg.model['n_embd']}, as the run that is resumed has chosen"
+    if cfg.train.steps or not cfg.train.minutes:
+        raise UserError("model=auto chooses for a time: set train.minutes, and train.steps=0; or name another model")
+    own = cfg.model | {"vocab_size": corpus.tokenizer.vocab_size}
+    length, world = own["block_size"], distributed.world()
+
+    def network(sizes: dict[str, int]) -> GPT:
+        model = GPT(GPTConfig.from_dict(own | sizes, "configuration of pretrain")).train()
+        model.recompute = cfg.train.recompute
+        return model
+
+    def fits(size: sizing.Size, rows: int) -> bool:
+        planned = plan.step_memory(
+            partial(network, size.model), rows, length, cfg.optim, dtype=dtype, accumulate=True, device=device
+        )
+        return planned.total <= plan.SPARE * machine.free_memory(device)
+
+    def choose() -> sizing.Choice:
+        speed = sizing.measure(network, cfg.optim, length, device, dtype)
+        text = [(len(file), part.share) for part, file in zip(cfg.data.parts(), corpus.train, strict=True)]
+        sizes = sizing.ladder(network, cfg.optim, length)
+        return sizing.choose(sizes, speed, cfg.train.minutes, length, text, sizing.AT_ONCE[device.type], fits, world)
+
+    choice = distributed.from_main(choose)
+    cfg.model |= choice.model
+    cfg.train = replace(
+        cfg.train, batch_size=choice.batch_size, micro_batch_size=choice.micro_batch_size, steps=choice.steps
+    )
+    return choice.why
+
+
 def main() -> None:
     cfg = config.load("pretrain", Config)
     cfg.train.check()
@@ -119,6 +161,7 @@ def main() -> None:
 
     with distributed.main_first():
         corpus = open_corpus(cfg.data, cfg.vocab_size, Path(cfg.cache))
+    chosen = settle(cfg, corpus, device, dtype) if sizing.wanted(cfg.model) else ""
     shape = GPTConfig.from_dict(cfg.model | {"vocab_size": corpus.tokenizer.vocab_size}, "configuration of pretrain")
     torch.manual_seed(cfg.train.seed)
     model = GPT(shape).to(device)
@@ -129,8 +172,8 @@ def main() -> None:
 
     log = RunLog(out, "base", config.plain(cfg), cfg.log, cfg.train.resume)
     log.say(f"{machine.describe(device)}; {why}")
-    if fits:
-        log.say(fits)
+    for said in filter(None, (chosen, fits)):
+        log.say(said)
     log.say(
         f"{sum(file.meta['bytes'] for file in corpus.train) / 1e6:.2f} MB to train on, {sum(map(len, corpus.train)):,} tokens; "
         f"{corpus.val.meta['bytes'] / 1e6:.2f} MB held out; model of {model.n_parameters() / 1e6:.2f} M parameters"
