@@ -575,7 +575,7 @@ class PackedAttention(Attention):
         self.n_head, self.n_kv_head, self.head_dim, self.dropout = attn.n_head, attn.n_kv_head, attn.head_dim, 0.0
         self.widths = [layer.out_features for layer in (attn.q_proj, attn.k_proj, attn.v_proj)]
         self.qkv_proj = PackedLinear([attn.q_proj, attn.k_proj, attn.v_proj], format)
-        self.q_norm, self.k_norm = attn.q_norm, attn.k_norm
+        self.q_norm, self.k_norm, self.v_mix = attn.q_norm, attn.k_norm, attn.v_mix
         self.o_proj = PackedLinear([attn.o_proj], format)  # type: ignore[assignment]
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
@@ -645,7 +645,7 @@ class CachedGPT(GPT):
         The result has the same methods and gives the logits of the model with packed.rounded weights. It can be neither
         trained nor saved. It runs on the C++ kernels if kernels.build() has loaded them, or else on torch's operators.
         """
-        head = PackedLinear([self.lm_head], format)
+        head = PackedLinear([self.lm_head], format, self.config.logit_softcap)
         self.embed = PackedEmbedding(head if self.config.tie_embeddings else PackedLinear([self.embed], format))  # type: ignore[assignment]
         self.lm_head = head  # type: ignore[assignment]
         for block in self.blocks:

@@ -167,11 +167,12 @@ def decode_ceiling(p: Plan, requests: int) -> float:
 
 def parameters_by_part(model: GPT) -> dict[str, int]:
     """Where the parameters are, none twice."""
-    parts = dict.fromkeys(("embedding", "attention", "MLP", "norms", "head"), 0)
+    parts = dict.fromkeys(("embedding", "attention", "MLP", "norms", "head", "scalars"), 0)
     for name, parameter in model.named_parameters():
         part = next(
             part
             for part, mark in (
+                ("scalars", "_mix"),
                 ("norms", "norm"),
                 ("attention", ".attn."),
                 ("MLP", ".mlp."),

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from base_model import GPT, GPTConfig
 from data import shakespeare
-from pocketgpt import checkpoint, config, distributed, plan, report, sizing, sources, tasks
+from pocketgpt import checkpoint, config, distributed, hf, plan, report, sizing, sources, tasks
 from pocketgpt import device as machine
 from pocketgpt.corpus import Corpus, Documents, chain, prepare
 from pocketgpt.errors import UserError, run
@@ -179,6 +179,8 @@ def main() -> None:
         f"{corpus.val.meta['bytes'] / 1e6:.2f} MB held out; model of {model.n_parameters() / 1e6:.2f} M parameters"
     )
 
+    if own := hf.foreign(shape.to_dict()):
+        log.say(f"opens in pocketgpt alone, not in transformers or llama.cpp, because of {', '.join(own)}")
     for part, file in zip(parts, corpus.train, strict=True):
         if len(parts) > 1:
             log.say(f"{part.share:.1%} of training from {part.name}, {len(file):,} tokens")
@@ -196,7 +198,7 @@ def main() -> None:
         x, y = batch.inputs
         with machine.autocast(device, dtype):
             hidden = hidden_states(x)
-        return linear_cross_entropy(hidden, model.lm_head.weight, y, dtype), {}
+        return linear_cross_entropy(hidden, model.lm_head.weight, y, dtype, model.lm_head.softcap), {}
 
     def sample() -> str:
         prompt = torch.tensor([[corpus.tokenizer.eot_id, *corpus.tokenizer.encode(cfg.prompt)]], device=device)

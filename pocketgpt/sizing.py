@@ -186,7 +186,7 @@ def measure(
         def both_passes(model: Any = model, ids: torch.Tensor = ids) -> None:
             with machine.autocast(device, dtype):
                 hidden = model.hidden_states(ids)
-            linear_cross_entropy(hidden, model.lm_head.weight, ids, dtype).backward()
+            linear_cross_entropy(hidden, model.lm_head.weight, ids, dtype, model.lm_head.softcap).backward()
 
         passes = machine.times(both_passes, device, 2)[0]
         gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
