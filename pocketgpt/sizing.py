@@ -1,13 +1,15 @@
 """model=auto: which size of model, and which batch, learn most in the given time on this machine from this text.
 
-Two small models train for a few steps, which gives the seconds that a token and an optimizer step take by their operations. With
+Three small models train for a few steps, which gives the seconds that a token and an optimizer step take by their operations. With
 them every size of `LADDER` has an expected number of tokens, and the one with the least expected loss is taken. See
 docs/pretrain.md. Given the measured speed the choice is deterministic.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +27,11 @@ LADDER = (
     (2, 64), (4, 64), (3, 128), (4, 128), (6, 128), (5, 192), (6, 192), (8, 192), (6, 256), (8, 256), (10, 256), (8, 320),
     (8, 384), (10, 384), (15, 384), (10, 512), (12, 512), (12, 640), (12, 768), (16, 768), (18, 896), (20, 1024), (24, 1024),
 )  # fmt: skip
-PROBES = {"cpu": ((6, 192), (6, 384)), "cuda": ((6, 384), (12, 768)), "mps": ((6, 192), (8, 384))}
+PROBES = {
+    "cpu": ((2, 64), (6, 192), (6, 384)),
+    "cuda": ((4, 128), (6, 384), (12, 768)),
+    "mps": ((2, 64), (6, 192), (8, 384)),
+}
 AT_ONCE = {"cpu": 4096, "cuda": 16384, "mps": 8192}  # tokens that run at once, in the probes and in the run
 
 
@@ -56,23 +62,17 @@ FEWEST_STEPS = 200  # a batch is no larger than leaves so many
 
 
 @dataclass(frozen=True)
-class Line:
-    """Seconds by operations: start + slope x operations."""
+class Curve:
+    """Seconds by operations: straight between measured points (operations, seconds), and on beyond them, never falling."""
 
-    start: float
-    slope: float
+    points: tuple[tuple[float, float], ...]
 
     def __call__(self, operations: float) -> float:
-        return self.start + self.slope * operations
-
-    @classmethod
-    def through(cls, few: tuple[float, float], many: tuple[float, float]) -> Line:
-        """Through two measured points (operations, seconds), neither going down nor starting below 0, which noise would do."""
-        (x1, y1), (x2, y2) = few, many
-        slope = (y2 - y1) / (x2 - x1)
-        if slope < 0:
-            return cls(max(y1, y2), 0.0)
-        return cls(y1 - slope * x1, slope) if y1 > slope * x1 else cls(0.0, y2 / x2)
+        x, y = zip(*sorted(self.points), strict=True)
+        y = tuple(itertools.accumulate(y, max))  # noise aside, more takes longer
+        i = min(max(1, bisect(x, operations)), len(x) - 1)
+        slope = (y[i] - y[i - 1]) / (x[i] - x[i - 1])
+        return max(0.0, y[i - 1] + slope * (operations - x[i - 1]))
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class Speed:
     """How fast this machine trains: seconds of forward and backward pass per token, by the FLOPs of a token, and of an optimizer
     step, by `optimizer_work`. `peak`: FLOP/s of its matrix products, which no model beats."""
 
-    token: Line
-    step: Line
+    token: Curve
+    step: Curve
     peak: float
     about: str = ""  # what was measured, in words
 
@@ -174,7 +174,7 @@ def measure(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Speed:
-    """Train two small models for a few steps on this machine."""
+    """Train three small models for a few steps on this machine."""
     rows = max(1, AT_ONCE[device.type] // length)
     tokens, steps, said = [], [], []
     for rung in PROBES[device.type]:
@@ -202,8 +202,8 @@ def measure(
         name = f"{rung[0]} x {rung[1]}"
         said.append(f"{name} {ids.numel() / passes:,.0f} tokens/s and {1000 * stepping:.0f} ms per optimizer step")
     return Speed(
-        Line.through(*tokens),
-        Line.through(*steps),
+        Curve(tuple(tokens)),
+        Curve(tuple(steps)),
         machine.matmul_rate(device, dtype),
         f"measured: {'; '.join(said)}",
     )

@@ -19,12 +19,18 @@ from base_model import GPT, GPTConfig
 from pocketgpt import config, distributed, sizing
 from pocketgpt.errors import UserError
 from pocketgpt.optim import OptimConfig
-from pocketgpt.sizing import Line, Speed
+from pocketgpt.sizing import Curve, Speed
 
 MUON = OptimConfig("muon", 0.9, 0.95, 1e-8, 0.1, 0.02, 0.95)
 QWEN3 = config.load("pretrain", pretrain.Config, ["model=auto"]).model
+
+
+def line(start: float, slope: float) -> Curve:
+    return Curve(((0.0, start), (1e12, start + slope * 1e12)))
+
+
 # About what a processor with 2 cores does: 6 x 192 trains some 6,000 tokens/s.
-CPU = Speed(Line(1e-5, 8e-12), Line(1e-3, 1e-11), 1e12, "measured: ...")
+CPU = Speed(line(1e-5, 8e-12), line(1e-3, 1e-11), 1e12, "measured: ...")
 
 
 def network(sizes: dict[str, int]) -> GPT:
@@ -74,7 +80,7 @@ def test_optimizer_work_is_what_newton_schulz_multiplies() -> None:
 def test_more_time_never_gives_a_smaller_model(
     minutes: float, more: float, text: float, start: float, slope: float, step: float
 ) -> None:
-    speed = Speed(Line(start, slope), Line(0.0, step), 1e18)
+    speed = Speed(line(start, slope), line(0.0, step), 1e18)
     few, many = choose(minutes, text, speed), choose(minutes * more, text, speed)
     assert parameters(many) >= parameters(few)
     assert few == choose(minutes, text, speed)  # and the same again
@@ -87,27 +93,27 @@ def test_more_time_never_gives_a_smaller_model(
 def test_choices_by_hand() -> None:
     picked = [parameters(choose(minutes)) / 1e6 for minutes in (0.5, 10, 600, 100_000)]
     assert picked == sorted(set(picked)) and picked[0] < 0.5 and picked[-1] > 50
-    faster = Speed(Line(0.0, CPU.token.slope / 1000), Line(0.0, 0.0), 1e18)
+    faster = Speed(line(0.0, 8e-15), line(0.0, 0.0), 1e18)
     assert parameters(choose(10, speed=faster)) > 15e6
     # the peak of the machine bounds what two small measurements promise
-    free = Speed(Line(1e-6, 0.0), Line(0.0, 0.0), 1e12)
+    free = Speed(line(1e-6, 0.0), line(0.0, 0.0), 1e12)
     assert free.per_token(1e9) == 1e-3 and free.per_token(1e3) == 1e-6
 
 
 def test_the_expected_run_is_the_arithmetic_of_the_law() -> None:
     size = SIZES[6]
-    run = sizing.expect(size, Speed(Line(0.0, 1e-11), Line(0.05, 0.0), 1e15), 600, 512, [(1e12, 1.0)])
+    run = sizing.expect(size, Speed(line(0.0, 1e-11), line(0.05, 0.0), 1e15), 600, 512, [(1e12, 1.0)])
     free = 600 / (1e-11 * size.flops_per_token)
     batch = 0.2920 * (size.flops_per_token * free) ** 0.3271
     assert run.tokens == pytest.approx(600 / (1e-11 * size.flops_per_token + 0.05 / batch)) and run.seconds == 600
     assert run.loss == pytest.approx(1.8172 + 482.01 / size.parameters**0.3478 + 2085.43 / run.tokens**0.3658)
     assert run.batch_size in (8, 16) and not run.ends_early
-    two = sizing.expect(size, Speed(Line(0.0, 1e-11), Line(0.0, 0.0), 1e15), 600, 512, [(1e12, 1.0)], world=2)
+    two = sizing.expect(size, Speed(line(0.0, 1e-11), line(0.0, 0.0), 1e15), 600, 512, [(1e12, 1.0)], world=2)
     assert two.tokens == pytest.approx(2 * free) and two.batch_size >= 2
 
 
 def test_text_counts_up_to_four_epochs_of_each_source_and_then_the_run_ends() -> None:
-    speed = Speed(Line(0.0, 1e-11), Line(0.0, 0.0), 1e15)
+    speed = Speed(line(0.0, 1e-11), line(0.0, 0.0), 1e15)
     once = sizing.expect(SIZES[0], speed, 6000, 512, [(50_000, 1.0)])
     assert once.tokens == 200_000 and once.epochs == pytest.approx(4) and once.ends_early and once.seconds < 6000
     both = sizing.expect(SIZES[0], speed, 6000, 512, [(50_000, 0.5), (100_000, 0.5)])
@@ -136,13 +142,14 @@ def test_the_table_marks_the_chosen_size() -> None:
     assert lines[-1].startswith("chosen ") and lines[-1].endswith("the end after 10 minutes")
 
 
-def test_a_line_through_noise_neither_falls_nor_starts_below_zero() -> None:
-    assert Line.through((1, 3), (3, 7)) == Line(1.0, 2.0)
-    assert Line.through((1, 1), (2, 4)) == Line(0.0, 2.0)
-    assert Line.through((1, 4), (2, 3)) == Line(4.0, 0.0)
+def test_a_curve_goes_through_its_points_and_never_falls() -> None:
+    curve = Curve(((1, 3), (3, 7), (7, 8)))
+    assert [curve(x) for x in (0, 1, 2, 3, 5, 7, 11)] == [1, 3, 5, 7, 7.5, 8, 9]
+    assert Curve(((1, 1), (2, 4)))(0.5) == 0  # no time is below 0
+    assert [Curve(((1, 4), (2, 3)))(x) for x in (1, 2, 9)] == [4, 4, 4]
 
 
-def test_a_measurement_is_of_both_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measurement_is_of_all_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sizing.PROBES, "cpu", ((2, 64), (4, 64)))
     monkeypatch.setitem(sizing.AT_ONCE, "cpu", 64)
 
