@@ -34,7 +34,13 @@ SHAPES = {
     "value residual": {"value_residual": True, "n_layer": 3, "n_head": 4, "n_kv_head": 2},
     "x0 shortcut": {"x0_shortcut": True, "position": "learned", "norm": "layernorm"},
     "softcap": {"logit_softcap": 2.0},
-    "fast": {"mlp": "relu2", "value_residual": True, "x0_shortcut": True, "logit_softcap": 15.0, "tie_embeddings": False},
+    "fast": {
+        "mlp": "relu2",
+        "value_residual": True,
+        "x0_shortcut": True,
+        "logit_softcap": 15.0,
+        "tie_embeddings": False,
+    },
 }
 
 
