@@ -135,8 +135,10 @@ def settle(cfg: Config, corpus: Corpus, device: torch.device, dtype: torch.dtype
         )
         return planned.total <= plan.SPARE * machine.free_memory(device)
 
+    # All processes measure, at the same time: Muon divides its work among them. The first one's numbers count.
+    speed = distributed.gather(sizing.measure(network, cfg.optim, length, device, dtype))[0]
+
     def choose() -> sizing.Choice:
-        speed = sizing.measure(network, cfg.optim, length, device, dtype)
         text = [(len(file), part.share) for part, file in zip(cfg.data.parts(), corpus.train, strict=True)]
         sizes = sizing.ladder(network, cfg.optim, length)
         return sizing.choose(sizes, speed, cfg.train.minutes, length, text, sizing.AT_ONCE[device.type], fits, world)
