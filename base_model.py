@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint as computed_again
 
 from pocketgpt import checkpoint, hf, kernels, sampling
 from pocketgpt.errors import UserError
+from pocketgpt.loss import capped
 
 # What makes each of the world's shapes, apart from its size: the switches by which it is recognised, and its usual epsilon.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -78,6 +79,10 @@ class GPTConfig:
     dropout: float = 0.0  # probability
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
+    # What no other program has (docs/pretrain.md, model=fast).
+    value_residual: bool = False  # values mixed with those of the first block (Zhou et al. 2024)
+    x0_shortcut: bool = False  # the normalised embedding, mixed into the input of every block (modded-nanogpt)
+    logit_softcap: float = 0.0  # logits are at most this, by tanh (Gemma 2, 2024); 0: any
 
     def __post_init__(self) -> None:
         for key in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd"):
@@ -99,6 +104,8 @@ class GPTConfig:
         for key in ("rope_theta", "norm_eps"):
             if not 0 < getattr(self, key) < math.inf:
                 raise UserError(f"model.{key} is {getattr(self, key)}: it must be above 0")
+        if not 0 <= self.logit_softcap < math.inf:
+            raise UserError(f"model.logit_softcap is {self.logit_softcap}: it must be 0 (none) or above")
         if self.bias and self.qkv_bias:
             raise UserError("model.qkv_bias is for models without model.bias, which covers it: set one of them")
         if not 0 <= self.dropout < 1:
@@ -189,7 +196,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float 
 class Attention(nn.Module):
     """Grouped-query causal self-attention: the only one in this repository."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    v_mix: nn.Parameter | None  # the shares of a block's own values and of the first block's
+
+    def __init__(self, config: GPTConfig, first: bool = True) -> None:
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.width_of_head
         self.dropout = config.dropout
@@ -200,26 +209,40 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.n_head * self.head_dim, config.n_embd, bias=config.bias)
         self.q_norm = make_norm(config, self.head_dim) if config.qk_norm else nn.Identity()
         self.k_norm = make_norm(config, self.head_dim) if config.qk_norm else nn.Identity()
+        self.v_mix = nn.Parameter(torch.tensor([0.5, 0.5])) if config.value_residual and not first else None
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
         """Queries, keys and values, (B, T, heads x head_dim) each; packed weights make them in one product."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, keep: KeepKV | None = None
-    ) -> Tensor:
-        """x: (B, T, n_embd) -> the same. mask: True where a query (row) may see a key (column); None: plain causal."""
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
+        keep: KeepKV | None = None,
+        v1: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """x: (B, T, n_embd) -> the same, and the new values, (B, n_kv_head, T, head_dim).
+
+        mask: True where a query (row) may see a key (column); None: plain causal. v1: the new values of the first block, for
+        `v_mix`. What is kept are the mixed values, so that the next tokens need nothing but keys and values.
+        """
         batch, length, _ = x.shape
         q, k, v = self.project(x)
         q = self.q_norm(q.view(batch, length, self.n_head, self.head_dim)).transpose(1, 2)
         k = self.k_norm(k.view(batch, length, self.n_kv_head, self.head_dim)).transpose(1, 2)
         v = v.view(batch, length, self.n_kv_head, self.head_dim).transpose(1, 2)
+        if self.v_mix is not None:
+            assert v1 is not None
+            v = self.v_mix[0] * v + self.v_mix[1] * v1
+        new_v = v
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         if keep is not None:
             k, v = keep(k, v)
         y = attend(q, k, v, mask, self.dropout if self.training else 0.0)
-        return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
+        return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1)), new_v
 
 
 class MLP(nn.Module):
@@ -253,19 +276,44 @@ def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
 class Block(nn.Module):
     """Pre-norm transformer block."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    x_mix: nn.Parameter | None  # the shares of the residual stream and of x0 in the block's input
+
+    def __init__(self, config: GPTConfig, first: bool = True) -> None:
         super().__init__()
+        self.x_mix = nn.Parameter(torch.tensor([1.0, 0.0])) if config.x0_shortcut else None
         self.attn_norm = make_norm(config, config.n_embd)
-        self.attn = Attention(config)
+        self.attn = Attention(config, first)
         self.mlp_norm = make_norm(config, config.n_embd)
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, rope: tuple[Tensor, Tensor] | None, mask: Tensor | None, keep: KeepKV | None = None
-    ) -> Tensor:
-        x = x + self.drop(self.attn(self.attn_norm(x), rope, mask, keep))
-        return x + self.drop(self.mlp(self.mlp_norm(x)))
+        self,
+        x: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
+        keep: KeepKV | None = None,
+        x0: Tensor | None = None,
+        v1: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """x and x0 (B, T, n_embd) -> the next x, and the values of the new tokens; v1: those of the first block."""
+        if self.x_mix is not None:
+            assert x0 is not None
+            x = self.x_mix[0] * x + self.x_mix[1] * x0
+        y, new_v = self.attn(self.attn_norm(x), rope, mask, keep, v1)
+        x = x + self.drop(y)
+        return x + self.drop(self.mlp(self.mlp_norm(x))), new_v
+
+
+class Head(nn.Linear):
+    """The linear layer that makes logits, softly capped where the configuration says so: (..., n_embd) -> (..., vocab_size)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config.n_embd, config.vocab_size, bias=False)
+        self.softcap = config.logit_softcap
+
+    def forward(self, x: Tensor) -> Tensor:
+        return capped(super().forward(x), self.softcap)
 
 
 class GPT(nn.Module):
@@ -286,9 +334,9 @@ class GPT(nn.Module):
         if config.position == "learned":
             self.position = nn.Embedding(config.block_size, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config, first=layer == 0) for layer in range(config.n_layer))
         self.norm = make_norm(config, config.n_embd)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = Head(config)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed.weight
         if config.position == "rope":
@@ -336,15 +384,20 @@ class GPT(nn.Module):
             if positions.dim() == 2:
                 rope = (rope[0].unsqueeze(1), rope[1].unsqueeze(1))
         x = self.drop(x)
+        x0 = v1 = None
+        if self.config.x0_shortcut:
+            x = x0 = F.rms_norm(x, (x.size(-1),), eps=self.config.norm_eps)
         for layer, block in enumerate(self.blocks):
-            inputs = (x, rope, mask, keep[layer] if keep is not None else None)
+            inputs = (x, rope, mask, keep[layer] if keep is not None else None, x0, v1)
             if not (self.recompute and torch.is_grad_enabled()):
-                x = block(*inputs)
+                x, v = block(*inputs)
             elif self.recompute == "selective":
                 kept = partial(create_selective_checkpoint_contexts, keep_products)
-                x = computed_again(block, *inputs, use_reentrant=False, context_fn=kept)
+                x, v = computed_again(block, *inputs, use_reentrant=False, context_fn=kept)
             else:
-                x = computed_again(block, *inputs, use_reentrant=False)
+                x, v = computed_again(block, *inputs, use_reentrant=False)
+            if self.config.value_residual and layer == 0:
+                v1 = v
         return self.norm(x)
 
     def forward(self, idx: Tensor) -> Any:  # a subclass returns its cache as well

@@ -581,7 +581,7 @@ class PackedAttention(Attention):
         self.n_head, self.n_kv_head, self.head_dim, self.dropout = attn.n_head, attn.n_kv_head, attn.head_dim, 0.0
         self.widths = [layer.out_features for layer in (attn.q_proj, attn.k_proj, attn.v_proj)]
         self.qkv_proj = PackedLinear([attn.q_proj, attn.k_proj, attn.v_proj], format)
-        self.q_norm, self.k_norm = attn.q_norm, attn.k_norm
+        self.q_norm, self.k_norm, self.v_mix = attn.q_norm, attn.k_norm, attn.v_mix
         self.o_proj = PackedLinear([attn.o_proj], format)  # type: ignore[assignment]
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
@@ -646,8 +646,13 @@ class CachedGPT(GPT):
 
     @cached_property
     def network(self) -> Any:
-        """Packed weights as the one call of kernels.cpp, which runs all layers; None on torch's operators."""
+        """Packed weights as the one call of kernels.cpp, which runs all layers; None on torch's operators.
+
+        The call knows the shapes of the world, and not the switches of model=fast that reach from block to block.
+        """
         embed = self.embed
+        if self.config.value_residual or self.config.x0_shortcut:
+            return None
         if not (isinstance(embed, PackedEmbedding) and kernels.loaded and self.kv_place[1].type == "cpu"):
             return None
         tensors: list[Tensor | None] = []
@@ -682,7 +687,7 @@ class CachedGPT(GPT):
         the engine all layers in one call (`network`), and then a row has the same bits however its text is cut into
         chunks and whatever stands beside it. Elsewhere it runs on torch's operators.
         """
-        head = PackedLinear([self.lm_head], format)
+        head = PackedLinear([self.lm_head], format, self.config.logit_softcap)
         self.embed = PackedEmbedding(head if self.config.tie_embeddings else PackedLinear([self.embed], format))  # type: ignore[assignment]
         self.lm_head = head  # type: ignore[assignment]
         for block in self.blocks:

@@ -20,7 +20,7 @@ from torch import nn
 import base_model
 from base_model import GPT, GPTConfig
 from kv_cache import kv_cache_bytes
-from pocketgpt import config, loss, plan
+from pocketgpt import config, loss, plan, sizing
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError, run
 from pocketgpt.optim import OptimConfig
@@ -80,6 +80,8 @@ class Config:
             raise UserError(f"train.dtype={self.train.dtype}: choose float32 or bfloat16")
         if self.train.recompute not in (False, True, "selective"):
             raise UserError(f"train.recompute={self.train.recompute}: choose false, selective or true")
+        if sizing.wanted(self.model):
+            raise UserError("model=auto is chosen by pretrain.py, which measures: name a size, as model=3m")
         self.optim.check()
 
 
@@ -165,11 +167,12 @@ def decode_ceiling(p: Plan, requests: int) -> float:
 
 def parameters_by_part(model: GPT) -> dict[str, int]:
     """Where the parameters are, none twice."""
-    parts = dict.fromkeys(("embedding", "attention", "MLP", "norms", "head"), 0)
+    parts = dict.fromkeys(("embedding", "attention", "MLP", "norms", "head", "scalars"), 0)
     for name, parameter in model.named_parameters():
         part = next(
             part
             for part, mark in (
+                ("scalars", "_mix"),
                 ("norms", "norm"),
                 ("attention", ".attn."),
                 ("MLP", ".mlp."),

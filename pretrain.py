@@ -1,7 +1,7 @@
 """Stage 1: from text to a base model.
 
     python pretrain.py                                   # Shakespeare, a few minutes
-    python pretrain.py data=mine data.path=books/ train.minutes=60
+    python pretrain.py data=mine data.path=books/ model=auto train.minutes=60
     python pretrain.py --help                            # every key with its meaning
 
 Writes ckpt_base.pt, the folder base/, metrics_base.jsonl and plot_base.png under `out`.
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from base_model import GPT, GPTConfig
 from data import shakespeare
-from pocketgpt import checkpoint, config, distributed, hub_stream, plan, report, sources, tasks
+from pocketgpt import checkpoint, config, distributed, hf, hub_stream, plan, report, sizing, sources, tasks
 from pocketgpt import device as machine
 from pocketgpt.corpus import Corpus, Documents, chain, prepare
 from pocketgpt.errors import UserError, run
@@ -33,7 +33,7 @@ from pocketgpt.metrics import RunLog
 from pocketgpt.mixture import Mixture
 from pocketgpt.optim import OptimConfig
 from pocketgpt.shards import open_shards
-from pocketgpt.trainer import Batch, Stage, TrainConfig, compiled, train
+from pocketgpt.trainer import Batch, Stage, TrainConfig, compiled, resumed_from, train
 
 
 @dataclass
@@ -134,6 +134,50 @@ def held_out(base: checkpoint.Checkpoint) -> Corpus:
     return open_corpus(data, base.run_config["vocab_size"], Path(base.run_config["cache"]))
 
 
+def settle(cfg: Config, corpus: Corpus, device: torch.device, dtype: torch.dtype) -> str:
+    """model=auto: put what pocketgpt.sizing chooses into cfg, or what the run that is resumed has chosen. Returns why, in words.
+
+    Raises:
+        UserError: if there is no time to choose for, or no size fits into memory.
+    """
+    if cfg.train.resume:
+        before = resumed_from(cfg.train, Path(cfg.out), "base")
+        cfg.model |= {key: before["model"][key] for key in sizing.CHOSEN}
+        kept = ("batch_size", "micro_batch_size") if cfg.train.branch else ("batch_size", "micro_batch_size", "steps")
+        cfg.train = replace(cfg.train, **{key: before["train"][key] for key in kept})
+        return f"model=auto: {cfg.model['n_layer']} x {cfg.model['n_embd']}, as the run that is resumed has chosen"
+    if cfg.train.steps or not cfg.train.minutes:
+        raise UserError("model=auto chooses for a time: set train.minutes, and train.steps=0; or name another model")
+    own = cfg.model | {"vocab_size": corpus.tokenizer.vocab_size}
+    length, world = own["block_size"], distributed.world()
+
+    def network(sizes: dict[str, int]) -> GPT:
+        model = GPT(GPTConfig.from_dict(own | sizes, "configuration of pretrain")).train()
+        model.recompute = cfg.train.recompute
+        return model
+
+    def fits(size: sizing.Size, rows: int) -> bool:
+        planned = plan.step_memory(
+            partial(network, size.model), rows, length, cfg.optim, dtype=dtype, accumulate=True, device=device
+        )
+        return planned.total <= plan.SPARE * machine.free_memory(device)
+
+    # All processes measure, at the same time: Muon divides its work among them. The first one's numbers count.
+    speed = distributed.gather(sizing.measure(network, cfg.optim, length, device, dtype))[0]
+
+    def choose() -> sizing.Choice:
+        text = [(len(file), part.share) for part, file in zip(cfg.data.parts(), corpus.train, strict=True)]
+        sizes = sizing.ladder(network, cfg.optim, length)
+        return sizing.choose(sizes, speed, cfg.train.minutes, length, text, sizing.AT_ONCE[device.type], fits, world)
+
+    choice = distributed.from_main(choose)
+    cfg.model |= choice.model
+    cfg.train = replace(
+        cfg.train, batch_size=choice.batch_size, micro_batch_size=choice.micro_batch_size, steps=choice.steps
+    )
+    return choice.why
+
+
 def main() -> None:
     cfg = config.load("pretrain", Config)
     cfg.train.check()
@@ -147,6 +191,7 @@ def main() -> None:
 
     with distributed.main_first():
         corpus = open_corpus(cfg.data, cfg.vocab_size, Path(cfg.cache))
+    chosen = settle(cfg, corpus, device, dtype) if sizing.wanted(cfg.model) else ""
     shape = GPTConfig.from_dict(cfg.model | {"vocab_size": corpus.tokenizer.vocab_size}, "configuration of pretrain")
     torch.manual_seed(cfg.train.seed)
     model = GPT(shape).to(device)
@@ -160,8 +205,8 @@ def main() -> None:
 
     log = RunLog(out, "base", config.plain(cfg), cfg.log, cfg.train.resume)
     log.say(f"{machine.describe(device)}; {why}")
-    if fits:
-        log.say(fits)
+    for said in filter(None, (chosen, fits)):
+        log.say(said)
     text = f"{sum(file.meta['bytes'] for file in corpus.train) / 1e6:.2f} MB to train on, {sum(map(len, corpus.train)):,} tokens"
     if cfg.data.endless:
         text = f"text is read in training, a part of 1 / {distributed.world()} by each process"
@@ -169,6 +214,8 @@ def main() -> None:
         f"{text}; {corpus.val.meta['bytes'] / 1e6:.2f} MB held out; model of {model.n_parameters() / 1e6:.2f} M parameters"
     )
 
+    if own := hf.foreign(shape.to_dict()):
+        log.say(f"opens in pocketgpt alone, not in transformers or llama.cpp, because of {', '.join(own)}")
     for part, file in zip(parts, corpus.train, strict=True):
         if len(parts) > 1:
             log.say(f"{part.share:.1%} of training from {part.name}, {len(file):,} tokens")
@@ -187,7 +234,7 @@ def main() -> None:
         x, y = batch.inputs
         with machine.autocast(device, dtype):
             hidden = hidden_states(x)
-        return linear_cross_entropy(hidden, trained.lm_head.weight, y, dtype), {}
+        return linear_cross_entropy(hidden, trained.lm_head.weight, y, dtype, model.lm_head.softcap), {}
 
     def sample() -> str:
         prompt = torch.tensor([[corpus.tokenizer.eot_id, *corpus.tokenizer.encode(cfg.prompt)]], device=device)

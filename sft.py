@@ -82,7 +82,11 @@ def heldout_loss(model: GPT, rows: list[list[Example]], length: int, dtype: torc
                 hidden = model.hidden_states(
                     batch.inputs.to(device), batch.positions.to(device), attention_mask(batch.segments.to(device))
                 )
-            total += float(linear_cross_entropy(hidden, model.lm_head.weight, batch.targets.to(device), dtype))
+            total += float(
+                linear_cross_entropy(
+                    hidden, model.lm_head.weight, batch.targets.to(device), dtype, model.lm_head.softcap
+                )
+            )
         count += int((batch.targets != IGNORE).sum())
     return total / max(1, count)
 
@@ -151,7 +155,7 @@ def main() -> None:
         inputs, targets, positions, segments = batch.inputs
         with machine.autocast(device, dtype):
             hidden = hidden_states(inputs, positions, attention_mask(segments))
-        return linear_cross_entropy(hidden, trained.lm_head.weight, targets, dtype), {}
+        return linear_cross_entropy(hidden, trained.lm_head.weight, targets, dtype, model.lm_head.softcap), {}
 
     def evaluate() -> dict[str, float]:
         metrics = {"loss": heldout_loss(model, val_rows, length, dtype)}

@@ -64,7 +64,9 @@ def step_of(
             return preference_loss("sigmoid", policy, reference, (y != IGNORE).sum(1), **numbers)[0].sum() / (rows // 2)
         with machine.autocast(device, dtype):
             hidden = network(x, None, mask)
-        return linear_cross_entropy(hidden, model.lm_head.weight, y, dtype) / int((y != IGNORE).sum())
+        return linear_cross_entropy(hidden, model.lm_head.weight, y, dtype, model.lm_head.softcap) / int(
+            (y != IGNORE).sum()
+        )
 
     def step() -> None:
         loss().backward()

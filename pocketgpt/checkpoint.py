@@ -66,8 +66,9 @@ class Checkpoint:
         """Hex digest of all that decides what the model says: configuration, tokenizer, and weights by name."""
         config = hf.config_from_hf(hf.config_to_hf(self.config), self.path)  # as it comes back from a folder
         config.pop("dropout", None)  # of training only
-        if not config.get("qkv_bias"):  # a switch that older checkpoints do not have
-            config.pop("qkv_bias", None)
+        for key in ("qkv_bias", *hf.OWN):  # switches that older checkpoints do not have
+            if not config.get(key):
+                config.pop(key, None)
         says: list[Any] = [config, self.tokenizer.fingerprint]
         if self.tokenizer.template != chat_template.TEMPLATE:
             says.append(self.tokenizer.roles)

@@ -57,7 +57,9 @@ def bits_per_byte(
         with torch.no_grad():
             with machine.autocast(device, dtype):
                 hidden = through(torch.from_numpy(x).to(device))
-            nats += float(linear_cross_entropy(hidden, model.lm_head.weight, targets.to(device), dtype))
+            nats += float(
+                linear_cross_entropy(hidden, model.lm_head.weight, targets.to(device), dtype, model.lm_head.softcap)
+            )
         text_bytes += int(lengths[targets[targets != IGNORE]].sum())
     return nats / math.log(2) / text_bytes
 
@@ -200,7 +202,7 @@ def answer_log_probs(model: GPT, rows: Tensor, targets: Tensor, dtype: torch.dty
     with machine.autocast(device, dtype):
         hidden = model.hidden_states(rows)
     wanted = targets != IGNORE  # the head runs only where an answer stands
-    chosen = linear_log_probs(hidden[wanted], model.lm_head.weight, targets[wanted], dtype)
+    chosen = linear_log_probs(hidden[wanted], model.lm_head.weight, targets[wanted], dtype, model.lm_head.softcap)
     owner = torch.arange(rows.size(0), device=device)[:, None].expand_as(rows)[wanted]
     return torch.zeros(rows.size(0), device=device).index_add(0, owner, chosen)
 

@@ -260,7 +260,8 @@ def save(path: Path, ckpt: Checkpoint, dtype: str) -> None:
     kind = hf.architecture(ckpt.config)
     if kind not in ARCHITECTURES:
         raise UserError(
-            f"{ckpt.path}: llama.cpp has no architecture with these switches; it has {', '.join(ARCHITECTURES)}"
+            f"{ckpt.path}: llama.cpp has no architecture with {', '.join(hf.foreign(ckpt.config))}; "
+            f"it has {', '.join(ARCHITECTURES)}: train one of these"
         )
     if dtype not in WRITABLE:
         raise UserError(f"dtype is {dtype!r}: choose one of {', '.join(WRITABLE)}")

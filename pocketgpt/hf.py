@@ -63,6 +63,9 @@ ABSENT: dict[str, Any] = {
     "no_rope_layers": None,
 }
 
+# Switches of ours that none of them has, as they are when they are off.
+OWN: dict[str, Any] = {"value_residual": False, "x0_shortcut": False, "logit_softcap": 0.0}
+
 # Their names of our modules.
 LLAMA_NAMES = {
     "embed": "model.embed_tokens",
@@ -86,6 +89,8 @@ GPT2_NAMES = {
 
 def architecture(config: dict[str, Any]) -> str:
     """Which of theirs a config of ours is: qwen3, llama, gpt2, or pocketgpt when it is none of them."""
+    if any(config.get(key, off) != off for key, off in OWN.items()):
+        return "pocketgpt"
     switches = {"qkv_bias": False} | config  # checkpoints of old do not have it
     kind = next((name for name, shape in SHAPES.items() if shape.items() <= switches.items()), "pocketgpt")
     if kind == "gpt2":
@@ -94,6 +99,17 @@ def architecture(config: dict[str, Any]) -> str:
         )
         return kind if plain_heads and config["tie_embeddings"] else "pocketgpt"
     return kind
+
+
+def foreign(config: dict[str, Any]) -> list[str]:
+    """What keeps a config of ours from being one of theirs, as the keys of the command line: of the nearest one, for a config
+    that is none of them; nothing for the others."""
+    if architecture(config) != "pocketgpt":
+        return []
+    config = OWN | {"qkv_bias": False} | config
+    others = min(([key for key, value in shape.items() if config[key] != value] for shape in SHAPES.values()), key=len)
+    keys = others + [key for key, off in OWN.items() if config[key] != off]
+    return [f"model.{key}={str(config[key]).lower()}" for key in keys] or ["the heads or the untied head of gpt2"]
 
 
 def head_dim(config: dict[str, Any]) -> int:

@@ -105,7 +105,9 @@ def document_log_probs(
         wanted = torch.from_numpy(targets).to(device)
         hidden = model.hidden_states(torch.from_numpy(inputs).to(device))
         counted = wanted != IGNORE
-        log_probs = linear_log_probs(hidden[counted], model.lm_head.weight, wanted[counted], torch.float32)
+        log_probs = linear_log_probs(
+            hidden[counted], model.lm_head.weight, wanted[counted], torch.float32, model.lm_head.softcap
+        )
         at, values = 0, log_probs.double().cpu().numpy()
         for p in group:
             i, _, first, end = parts[p]
@@ -231,7 +233,9 @@ def _score_part(
             targets[row, 1 - len(text) :] = torch.tensor(text[1:])
         targets = targets.to(device)
         counted = targets != IGNORE
-        log_probs = linear_log_probs(hidden[counted], model.lm_head.weight, targets[counted], torch.float32)
+        log_probs = linear_log_probs(
+            hidden[counted], model.lm_head.weight, targets[counted], torch.float32, model.lm_head.softcap
+        )
         parts = log_probs.double().cpu().split([len(text) - 1 for text in texts])
         values |= {pair: float(one.sum()) for pair, one in zip(group, parts, strict=True)}
         for fork in forks:

@@ -24,6 +24,11 @@ def whole(rows: Tensor) -> Tensor:
     return F.pad(rows, (0, 0, 0, -len(rows) % 64))
 
 
+def capped(logits: Tensor, softcap: float) -> Tensor:
+    """x tanh(logits / x) for a softcap x above 0, which keeps logits between -x and x (Gemma 2, 2024); 0 changes nothing."""
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     """Head and cross-entropy in one, chunk by chunk: (B x T, vocabulary) logits never exist at once.
 
@@ -33,7 +38,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, softcap: float = 0.0
+    ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         weight_low = weight.to(dtype)
         grad_hidden = torch.empty_like(hidden)
@@ -43,6 +50,11 @@ class LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + size)
             h, wanted = whole(hidden[rows].to(dtype)), targets[rows, None]
             logits = F.linear(h, weight_low)[: len(wanted)].float()
+            slope = None
+            if softcap:
+                logits.div_(softcap).tanh_()
+                slope = 1 - logits.square()  # of the cap, for the gradient
+                logits.mul_(softcap)
             largest = logits.amax(-1, keepdim=True)
             chosen = logits.gather(-1, wanted) - largest
             p = logits.sub_(largest).exp_()
@@ -52,6 +64,8 @@ class LinearCrossEntropy(torch.autograd.Function):
                 continue
             p /= normalizer
             p.scatter_add_(-1, wanted, torch.full_like(chosen, -1.0))
+            if slope is not None:
+                p *= slope
             p = whole(p.to(dtype))
             grad_hidden[rows] = (p @ weight_low)[: len(wanted)]
             if grad_weight is not None:
@@ -63,11 +77,13 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = grads
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * scale, grad_weight * scale if grad_weight is not None else None, None, None
+        return grad_hidden * scale, grad_weight * scale if grad_weight is not None else None, None, None, None
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum over supervised positions of -log softmax(hidden @ weight.T)[target], in nats.
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, softcap: float = 0.0
+) -> Tensor:
+    """Sum over supervised positions of -log softmax(hidden @ weight.T)[target], in nats; the logits `capped` before.
 
     hidden (B, T, n_embd), weight (vocab_size, n_embd), targets (B, T) int64 with IGNORE where nothing is supervised;
     dtype: of the matrix products. Positions that are not supervised cost nothing. With none at all the sum is 0, and so
@@ -77,10 +93,12 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, dtype:
     hidden, targets = hidden.flatten(0, 1), targets.flatten()
     if not bool(supervised.all()):
         hidden, targets = hidden[supervised], targets[supervised]
-    return LinearCrossEntropy.apply(hidden, weight, targets, dtype)
+    return LinearCrossEntropy.apply(hidden, weight, targets, dtype, softcap)
 
 
-def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+def linear_log_probs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype, softcap: float = 0.0
+) -> Tensor:
     """log p(target) per position: hidden (N, n_embd), weight (vocab_size, n_embd), targets (N,) -> (N,) float32, in nats.
 
     Chunk by chunk, and once more in the backward pass, so that (N, vocab_size) logits never exist at once.
@@ -88,7 +106,7 @@ def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, dtype: tor
 
     def part(h: Tensor, wanted: Tensor) -> Tensor:
         logits = F.linear(whole(h.to(dtype)), weight.to(dtype))[: len(wanted)]
-        return -F.cross_entropy(logits.float(), wanted, reduction="none")
+        return -F.cross_entropy(capped(logits.float(), softcap), wanted, reduction="none")
 
     size = CHUNK[hidden.device.type]
     pairs = zip(hidden.split(size), targets.split(size), strict=True)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pocketgpt import kernels
 from pocketgpt.errors import UserError
+from pocketgpt.loss import capped
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -83,14 +84,18 @@ def unpack(weight: Tensor, scale: Tensor | None, n: int, dtype: torch.dtype = to
 
 
 class PackedLinear(nn.Module):
-    """Linear layers over the same input as one matrix of packed weights, so that one product serves them all."""
+    """Linear layers over the same input as one matrix of packed weights, so that one product serves them all.
+
+    softcap: of the head's logits, see `loss.capped`.
+    """
 
     weight: Tensor
     scale: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, layers: Sequence[nn.Linear | nn.Embedding], format: str) -> None:
+    def __init__(self, layers: Sequence[nn.Linear | nn.Embedding], format: str, softcap: float = 0.0) -> None:
         super().__init__()
+        self.softcap = softcap
         self.n = sum(layer.weight.size(0) for layer in layers)
         with torch.no_grad():
             weight, scale = pack(torch.cat([layer.weight for layer in layers]), format)
@@ -104,8 +109,8 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., K) float32 -> (..., N) float32."""
         if kernels.loaded and x.device.type == "cpu":
-            return kernels.linear(x, self.weight, self.scale, self.bias, self.n)
-        return F.linear(x, unpack(self.weight, self.scale, self.n), self.bias)
+            return capped(kernels.linear(x, self.weight, self.scale, self.bias, self.n), self.softcap)
+        return capped(F.linear(x, unpack(self.weight, self.scale, self.n), self.bias), self.softcap)
 
 
 class PackedEmbedding(nn.Module):

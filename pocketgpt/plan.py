@@ -162,7 +162,9 @@ def step_memory(
             hidden = model.hidden_states(ids)
         activations, passing = live.now - before, live.peak
         live.peak, before = live.now, live.now
-        loss = LinearCrossEntropy.apply(hidden.flatten(0, 1), model.lm_head.weight, ids.flatten(), dtype)
+        loss = LinearCrossEntropy.apply(
+            hidden.flatten(0, 1), model.lm_head.weight, ids.flatten(), dtype, model.lm_head.softcap
+        )
         logits = live.peak - before
         del hidden
         loss.backward()

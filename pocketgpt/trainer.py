@@ -517,24 +517,48 @@ def save_resume(
     writer.save(path, previous(path), contents)
 
 
+def read_resume(
+    path: Path, say: Callable[[str], None], read: Callable[[Path], Any] = checkpoint.read
+) -> tuple[Any, Path]:
+    """What a resume file holds, or the one before it where that is damaged, and which of them it was. UserError if there is none."""
+    files = [file for file in (path, previous(path)) if file.exists()]
+    if not files:
+        raise UserError(f"{path}: nothing to resume from; run without train.resume=true")
+    try:
+        return read(files[0]), path
+    except UserError as error:
+        if len(files) == 1:
+            raise
+        say(f"{error}")
+        raw = read(files[1])
+        say(f"going on from the one before it, {files[1]}")
+        return raw, files[1]
+
+
+def resumed_from(config: TrainConfig, out: Path, name: str) -> dict[str, Any]:
+    """What the run was made from that train.resume goes on with: its resolved configuration, among other things.
+
+    Raises:
+        UserError: if there is nothing to resume from, or it is damaged.
+    """
+    path = config.branch or out / f"resume_{name}.pt"
+    raw, path = read_resume(path, lambda text: None)  # `train` reads it again, and says so
+    try:
+        before = raw["made_from"]
+        if not (isinstance(before["model"], dict) and isinstance(before["train"], dict)):
+            raise TypeError("no configuration")
+    except (TypeError, KeyError) as error:
+        raise UserError(f"{path}: cannot resume from it ({error}); it is of another kind of run") from None
+    return dict(before)
+
+
 def load_resume(path: Path, model: nn.Module, optimizer: optim.Optimizer, log: RunLog) -> tuple[dict[str, Any], State]:
     """Put model and optimizer back where they were. Returns what that run was made from, and its state.
 
     Raises:
         UserError: if there is no file, or it and the one before it are damaged, or of another model or optimizer.
     """
-    files = [file for file in (path, previous(path)) if file.exists()]
-    if not files:
-        raise UserError(f"{path}: nothing to resume from; run without train.resume=true")
-    try:
-        raw = sharded.read(files[0], model)
-    except UserError as error:
-        if len(files) == 1:
-            raise
-        log.say(f"{error}")
-        raw = sharded.read(files[1], model)
-        path = files[1]
-        log.say(f"going on from the one before it, {path}")
+    raw, path = read_resume(path, log.say, lambda file: sharded.read(file, model))
     try:
         state = State(**raw["state"])
         for name, default in vars(State()).items():

@@ -31,6 +31,16 @@ SHAPES = {
     "rope layernorm gelu": {"norm": "layernorm", "mlp": "gelu", "rope_theta": 500.0},
     "learned rmsnorm swiglu": {"position": "learned", "n_inner": 48},
     "rope with biases": {"bias": True, "n_head": 4, "n_kv_head": 2},
+    "value residual": {"value_residual": True, "n_layer": 3, "n_head": 4, "n_kv_head": 2},
+    "x0 shortcut": {"x0_shortcut": True, "position": "learned", "norm": "layernorm"},
+    "softcap": {"logit_softcap": 2.0},
+    "fast": {
+        "mlp": "relu2",
+        "value_residual": True,
+        "x0_shortcut": True,
+        "logit_softcap": 15.0,
+        "tie_embeddings": False,
+    },
 }
 
 

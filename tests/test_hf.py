@@ -156,6 +156,10 @@ def test_a_shape_of_ours_is_called_so() -> None:
         "rope layernorm gelu",
         "learned rmsnorm swiglu",
         "rope with biases",
+        "value residual",
+        "x0 shortcut",
+        "softcap",
+        "fast",
     }
     # a width of head that is the default anyway makes no difference
     assert hf.architecture(tiny(**PRESETS["gpt2"], head_dim=16).config.to_dict()) == "gpt2"
