@@ -63,7 +63,9 @@ FEWEST_STEPS = 200  # a batch is no larger than leaves so many
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by operations: straight between measured points (operations, seconds), and on beyond them, never falling."""
+    """Seconds by operations: straight between measured points (operations, seconds), and on beyond them, never falling.
+
+    Below the first point at least its rate, so that noise in two points leaves no work without time."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -72,7 +74,10 @@ class Curve:
         y = tuple(itertools.accumulate(y, max))  # noise aside, more takes longer
         i = min(max(1, bisect(x, operations)), len(x) - 1)
         slope = (y[i] - y[i - 1]) / (x[i] - x[i - 1])
-        return max(0.0, y[i - 1] + slope * (operations - x[i - 1]))
+        seconds = y[i - 1] + slope * (operations - x[i - 1])
+        return (
+            seconds if operations >= x[0] else max(seconds, y[0] * operations / x[0])
+        )  # less work, some time all the same
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def test_every_parameter_is_in_exactly_one_group(shape: str) -> None:
     assert sum(parameter.numel() for parameter in groups) == model.n_parameters()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert all(names[id(p)].endswith("_proj.weight") and names[id(p)].startswith("blocks.") for p in blocks)
-    assert all(names[id(p)].endswith(("norm.weight", ".bias")) for p in vectors)
+    assert all(names[id(p)].endswith(("norm.weight", ".bias", "_mix")) for p in vectors)
     expected = {"embed.weight"}
     if model.config.position == "learned":
         expected.add("position.weight")

@@ -15,6 +15,8 @@ from pocketgpt import kernels, packed
 from pocketgpt.errors import UserError
 
 EXACT = 1e-5
+# The shapes that kernels.cpp runs in one call: all but those whose switches reach from block to block
+IN_ONE_CALL = [name for name in SHAPES if name not in ("value residual", "x0 shortcut", "fast")]
 
 
 @pytest.fixture(params=["kernels", "operators"])
@@ -201,7 +203,7 @@ def test_a_packed_model_is_the_model_with_rounded_weights(shape: str, format: st
         assert max_diff(torch.cat(rows, dim=1), right) < 2e-5, chunks
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, "eight heads to one"])
+@pytest.mark.parametrize("shape", [*IN_ONE_CALL, "eight heads to one"])
 @torch.inference_mode()
 def test_rows_of_a_pool_have_the_bits_of_a_text_alone(shape: str) -> None:
     """In blocks, out of order, beside rows of any lengths, in chunks or token by token: never another bit."""
@@ -209,6 +211,7 @@ def test_rows_of_a_pool_have_the_bits_of_a_text_alone(shape: str) -> None:
         pytest.skip(kernels.build())
     model = tiny(**SHAPES.get(shape, {"n_head": 8, "n_kv_head": 1, "head_dim": 24}), n_layer=3)
     fast = cached(model).pack("float32")
+    assert fast.network is not None
     texts = [random_ids(1, n, seed=n) for n in (30, 7, 1, 18, 30)]
     pool = fast.new_pool(200, block_size=5)
     spare = pool.recall([])

@@ -145,7 +145,7 @@ def test_the_table_marks_the_chosen_size() -> None:
 def test_a_curve_goes_through_its_points_and_never_falls() -> None:
     curve = Curve(((1, 3), (3, 7), (7, 8)))
     assert [curve(x) for x in (0, 1, 2, 3, 5, 7, 11)] == [1, 3, 5, 7, 7.5, 8, 9]
-    assert Curve(((1, 1), (2, 4)))(0.5) == 0  # no time is below 0
+    assert [Curve(((1, 1), (2, 4)))(x) for x in (0.5, 1, 1.5)] == [0.5, 1, 2.5]  # the line would be below 0 at 0.5
     assert [Curve(((1, 4), (2, 3)))(x) for x in (1, 2, 9)] == [4, 4, 4]
 
 
