@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,10 @@ class Loader:
     def batches(self, step: int) -> list[Batch]:
         """The micro-batches of a step, of all processes. Those of this one can be copied to a GPU without waiting."""
         start = time.perf_counter()
-        found = (self.ahead.pop(step, None) or self._ask(step)).result()
+        future = self.ahead.pop(step, None) or self._ask(step)
+        while not wait([future], 1.0).done:  # Ctrl-C just before a wait without end would be seen at the end of it
+            pass
+        found = future.result()
         self.ahead = {step + 1: self._ask(step + 1)}
         self.waited += time.perf_counter() - start
         return found
@@ -53,10 +56,8 @@ class Loader:
         return future
 
     def _work(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(
-                self.device
-            )  # it is one of the thread, and pinning would start the first GPU otherwise
+        if self.device.type == "cuda":  # each thread has its own, and pinning would start the first GPU otherwise
+            torch.cuda.set_device(self.device)
         while (asked := self.asked.get()) is not None:
             step, future = asked
             try:
