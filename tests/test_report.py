@@ -204,6 +204,16 @@ def test_settings_and_readings_are_there(out: Path) -> None:
     assert [block["tokens"] for block in texts if block["kind"] == "tokens"] == [TOKENS]
 
 
+def test_an_answer_without_a_word_is_no_empty_space(out: Path) -> None:
+    """A model that was hardly trained says one line end after the other."""
+    results = json.loads(json.dumps(RESULTS))
+    results["stages"]["base"]["chats"][0][1]["content"] = "\n" * 80
+    (out / "results.json").write_text(json.dumps(results))
+    page = shown(report.refresh(out))
+    said = [block["chats"] for section in page["sections"] for block in section["blocks"] if block["kind"] == "chats"]
+    assert [chats[0][1]["content"] for chats in said] == ["(empty)", "Hello.", "Hello."]
+
+
 def test_long_curves_keep_their_extremes(tmp_path: Path) -> None:
     rows = [
         {"kind": "train", "step": i, "loss": 3.0 + i % 7 / 10, "grad_norm": 1.0, "tokens": 9 * i, "elapsed_s": i}
