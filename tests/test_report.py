@@ -384,8 +384,9 @@ def test_one_run_goes_into_its_folder_or_where_told(out: Path, monkeypatch: pyte
 # --- readings -------------------------------------------------------------------------------------------------------
 
 
-def test_a_reading_is_what_the_model_computes(tok: Tokenizer) -> None:
-    model = tiny(vocab_size=tok.vocab_size, block_size=64)
+@pytest.mark.parametrize("padding", [0, 200])
+def test_a_reading_is_what_the_model_computes(tok: Tokenizer, padding: int) -> None:
+    model = tiny(vocab_size=tok.vocab_size + padding, block_size=64)
     messages = [{"role": "user", "content": "hé<|im_end|>"}, {"role": "assistant", "content": "the boats"}]
     ids, supervised = chat_template.render(tok, messages)
     read = evaluation.reading(model, tok, "one", ids, supervised)
@@ -397,8 +398,9 @@ def test_a_reading_is_what_the_model_computes(tok: Tokenizer) -> None:
     assert given_to[0] is None and likely[0] == []
     assert given_to[1:] == pytest.approx([float(right[i, token]) for i, token in enumerate(ids[1:])], rel=1e-3)
     for i, best in enumerate(likely[1:]):
-        assert [p for _, p in best] == pytest.approx(right[i].topk(3).values.tolist(), rel=1e-3)
-        assert best[0][0] == tok.token_bytes(int(right[i].argmax())).decode("utf-8", "backslashreplace")
+        able = right[i, : tok.vocab_size]  # to say something
+        assert [p for _, p in best] == pytest.approx(able.topk(3).values.tolist(), rel=1e-3)
+        assert best[0][0] == tok.token_bytes(int(able.argmax())).decode("utf-8", "backslashreplace")
     long = evaluation.reading(model, tok, "long", ids * 9, supervised * 9)
     assert len(long["tokens"]) == 64 and long["title"] == f"long, the first 64 of {9 * len(ids)} tokens"
 
