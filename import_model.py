@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -31,6 +32,10 @@ def main() -> None:
         raise UserError(f"--out {out}: {out.name!r} cannot name an imported model: choose another name")
     if out.resolve() == source.resolve():
         raise UserError(f"--out {out} is the source itself: choose another name")
+    if not replaceable(out):
+        raise UserError(
+            f"--out {out} is there already, and no model that was imported or trained here: choose another name"
+        )
     reserve(out.parent)
     loaded = gguf_file.load(source) if source.suffix == ".gguf" else checkpoint.load(source)
     model = GPT.from_loaded(loaded)  # checks names, shapes and sizes
@@ -54,6 +59,18 @@ def main() -> None:
     path = checkpoint.save(out.parent, imported)
     print(f"folder {out}, checkpoint {path}, and {out.parent / 'latest'} points to it")
     print(f"next: python chat.py {out} (talk to it), python kv_cache.py checkpoint={out} (prove the cache on it)")
+
+
+def replaceable(out: Path) -> bool:
+    """Whether nothing is there but what this program or a stage wrote."""
+    if not out.exists():
+        return True
+    if not out.is_dir():
+        return False
+    try:
+        return "pocketgpt" in json.loads((out / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return not any(out.iterdir())
 
 
 def find(source: str) -> Path:

@@ -350,6 +350,28 @@ def test_a_folder_that_cannot_be_used_leaves_nothing(
     assert not list(tmp_path.glob("checkpoints/[!.]*"))
 
 
+def test_what_is_in_the_way_is_replaced_only_if_it_is_ours(tmp_path: Path, tok: Tokenizer, monkeypatch) -> None:
+    written_by_others(tmp_path / "src", tok, {"eos_token": "</s>"})
+    written_by_others(tmp_path / "models/theirs", tok, {"eos_token": "</s>"})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models/notes").mkdir()
+    (tmp_path / "models/notes/a.txt").write_text("mine")
+    (tmp_path / "models/file").write_text("mine")
+    (tmp_path / "models/empty").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    for name in ("theirs", "notes", "file"):
+        with pytest.raises(UserError, match=f"models/{name} is there already, and no model that was imported"):
+            run_import(monkeypatch, "src", "--out", f"models/{name}")
+    assert sorted(tmp_path.rglob("*")) == before
+    for _ in range(2):
+        run_import(monkeypatch, "src", "--out", "models/empty")
+        other = checkpoint.load("models/empty").tokenizer
+        assert other.template == chat_template.PLAIN_TEMPLATE
+        (tmp_path / "models/empty/chat_template.jinja").write_text(
+            "as transformers writes it when it saves the folder anew"
+        )
+
+
 def test_templates_in_their_other_places(tmp_path: Path, tok: Tokenizer) -> None:
     tok.save(tmp_path, 64)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
