@@ -154,6 +154,11 @@ class Tokenizer:
         """What tokenizer.json does not say: the keywords of `from_json`."""
         return {"template": self.template, "bos": self.bos, "eos": self.eos}
 
+    @property
+    def adds_bos(self) -> bool:
+        """Whether other programs put bos before a plain text, as tokenizer.json tells them to (Llama 3's does). Ours never do."""
+        return self.bos is not None and self._backend.encode("").ids[:1] == [self.control[self.bos]]
+
     def __reduce__(self) -> tuple[Callable[[], "Tokenizer"], tuple[()]]:
         return partial(Tokenizer.from_json, self.to_json(), **self.roles), ()
 
@@ -183,7 +188,7 @@ class Tokenizer:
             "bos_token": self.bos,
             "eos_token": self.eos,
             "pad_token": self.decode([self.eot_id]),
-            "add_bos_token": False,
+            "add_bos_token": self.adds_bos,
             "model_max_length": block_size,
             # The defaults of transformers 4 for these two break generation and the spaces before punctuation.
             "model_input_names": ["input_ids", "attention_mask"],
