@@ -440,7 +440,7 @@ def score_checkpoints(cfg: Config) -> None:
         before[name] = (before[name] if same else {}) | numbers
     show_scores(scores)  # first, as a disk may be full
     write_json(path, results | {"checkpoints": before})
-    console.print(f"results {path}", markup=False)
+    console.print(f"results {path}, report {report.refresh(Path(cfg.out))}", markup=False)
 
 
 def main() -> None:
