@@ -76,6 +76,8 @@ def replaceable(out: Path) -> bool:
 def find(source: str) -> Path:
     """A folder, a file, or the one GGUF file of an installed package, which is found but not run."""
     path = Path(source)
+    if path.is_file() and path.suffix not in (".gguf", ".pt"):
+        raise UserError(f"{source}: this kind of file is not read: name a folder, a .gguf or a .pt")
     if path.exists():
         return path
     spec = importlib.util.find_spec(source) if source.isidentifier() else None
@@ -84,7 +86,7 @@ def find(source: str) -> Path:
         if len(files) == 1:
             return files[0]
         raise UserError(f"{source}: the package has {len(files)} GGUF files, not one: name the file")
-    raise UserError(f"{source}: no such folder, file or installed package")
+    raise UserError(f"{source}: no such folder, file or installed package, and nothing is downloaded")
 
 
 def name_of(source: Path) -> str:

@@ -259,7 +259,7 @@ def roles_in(folder: Path) -> dict[str, Any]:
     raw = _object(file) if file.exists() else {}
     bos, eos = (_content(raw.get(key)) for key in ("bos_token", "eos_token"))
     eos = eos or _end_by_id(folder)
-    if eos is None and not file.exists():
+    if eos in (None, Tokenizer.IM_END) and not file.exists():  # nothing speaks against a folder of ours
         return {}
     if eos is None:
         raise UserError(f"{file}: no eos_token in it, so nothing says where an answer ends")
@@ -279,9 +279,11 @@ def _end_by_id(folder: Path) -> str | None:
     file = folder / "config.json"
     stop = _object(file).get("eos_token_id") if file.exists() else None
     stop = stop[0] if isinstance(stop, list) and stop else stop
+    if stop is None:
+        return None
     added = _object(folder / "tokenizer.json").get("added_tokens")
     tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    return next((_content(token) for token in tokens if stop is not None and token.get("id") == stop), None)
+    return next((_content(token) for token in tokens if token.get("id") == stop), None)
 
 
 def _object(file: Path) -> dict[str, Any]:

@@ -311,6 +311,8 @@ def test_a_cache_grows_with_a_long_conversation(tok: Tokenizer, monkeypatch: pyt
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere: no such folder, file or installed package"),
+        (["openai-community/gpt2"], "no such folder, file or installed package, and nothing is downloaded"),
+        (["model.safetensors"], "model.safetensors: this kind of file is not read: name a folder, a .gguf or a .pt"),
         (["tokenizers"], "tokenizers: the package has 0 GGUF files, not one"),
         (["src", "--out", "checkpoints/sft"], "'sft' cannot name an imported model"),
         (["src", "--out", "checkpoints/latest"], "'latest' cannot name an imported model"),
@@ -323,6 +325,7 @@ def test_a_cache_grows_with_a_long_conversation(tok: Tokenizer, monkeypatch: pyt
 def test_bad_arguments_are_one_line(arguments: list[str], message: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "src").mkdir()
+    (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(UserError) as caught:
         run_import(monkeypatch, *arguments)
     assert message in str(caught.value)
