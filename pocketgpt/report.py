@@ -170,7 +170,8 @@ def flat(values: dict[str, Any], group: str = "") -> dict[str, Any]:
         if isinstance(value, dict):
             found |= flat(value, f"{group}{key}.")
         else:
-            found[f"{group}{key}"] = cut(value if isinstance(value, str) else json.dumps(value))
+            name = f"{group}{key}".removesuffix("..")  # a single data file is named ".", as it may be moved
+            found[name] = cut(value if isinstance(value, str) else json.dumps(value))
     return found
 
 

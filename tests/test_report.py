@@ -97,7 +97,7 @@ def out(tmp_path: Path) -> Path:
         "base",
         (5.0, 3.0, 2.5),
         [{"bits_per_byte": 2.5}, {"bits_per_byte": 2.25}],
-        data={"text": "ab" * 32, "files": {EVIL: "12"}},
+        data={"text": "ab" * 32, "files": {EVIL: "12", ".": "34"}},
     )
     stage(
         folder,
@@ -199,6 +199,7 @@ def test_settings_and_readings_are_there(out: Path) -> None:
     page = shown(report.refresh(out))
     assert ["train.lr", "0.5", "0.5", "0.5"] in blocks(page)["config"]["rows"]
     assert [f"files.{EVIL}", "12", None, None] in blocks(page)["data"]["rows"]
+    assert ["files", "34", None, None] in blocks(page)["data"]["rows"]
     assert ["torch", "2", "2", "2"] in blocks(page)["environment"]["rows"]
     (texts,) = (section["blocks"] for section in page["sections"] if section["id"] == "tokens")
     assert [block["tokens"] for block in texts if block["kind"] == "tokens"] == [TOKENS]
