@@ -438,9 +438,9 @@ def score_checkpoints(cfg: Config) -> None:
     for name, numbers in scores.items():  # what was measured before of the same model stays
         same = before.get(name, {}).get("digest") == numbers["digest"]
         before[name] = (before[name] if same else {}) | numbers
+    show_scores(scores)  # first, as a disk may be full
     write_json(path, results | {"checkpoints": before})
-    show_scores(scores)
-    console.print(f"results {path}", markup=False)
+    console.print(f"results {path}, report {report.refresh(Path(cfg.out))}", markup=False)
 
 
 def main() -> None:

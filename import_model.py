@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -31,6 +32,10 @@ def main() -> None:
         raise UserError(f"--out {out}: {out.name!r} cannot name an imported model: choose another name")
     if out.resolve() == source.resolve():
         raise UserError(f"--out {out} is the source itself: choose another name")
+    if not replaceable(out):
+        raise UserError(
+            f"--out {out} is there already, and no model that was imported or trained here: choose another name"
+        )
     reserve(out.parent)
     loaded = gguf_file.load(source) if source.suffix == ".gguf" else checkpoint.load(source)
     model = GPT.from_loaded(loaded)  # checks names, shapes and sizes
@@ -56,9 +61,23 @@ def main() -> None:
     print(f"next: python chat.py {out} (talk to it), python kv_cache.py checkpoint={out} (prove the cache on it)")
 
 
+def replaceable(out: Path) -> bool:
+    """Whether nothing is there but what this program or a stage wrote."""
+    if not out.exists():
+        return True
+    if not out.is_dir():
+        return False
+    try:
+        return "pocketgpt" in json.loads((out / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return not any(out.iterdir())
+
+
 def find(source: str) -> Path:
     """A folder, a file, or the one GGUF file of an installed package, which is found but not run."""
     path = Path(source)
+    if path.is_file() and path.suffix not in (".gguf", ".pt"):
+        raise UserError(f"{source}: this kind of file is not read: name a folder, a .gguf or a .pt")
     if path.exists():
         return path
     spec = importlib.util.find_spec(source) if source.isidentifier() else None
@@ -67,7 +86,7 @@ def find(source: str) -> Path:
         if len(files) == 1:
             return files[0]
         raise UserError(f"{source}: the package has {len(files)} GGUF files, not one: name the file")
-    raise UserError(f"{source}: no such folder, file or installed package")
+    raise UserError(f"{source}: no such folder, file or installed package, and nothing is downloaded")
 
 
 def name_of(source: Path) -> str:

@@ -139,4 +139,5 @@ def describe(device: torch.device) -> str:
     name = ""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
         name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-    return f"{name or device.type}, {torch.get_num_threads()} threads"
+    count = torch.get_num_threads()
+    return f"{name or device.type}, {count} thread{'s' * (count > 1)}"

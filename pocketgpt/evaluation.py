@@ -184,7 +184,8 @@ def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
     p = successes / trials
     middle = p + z * z / (2 * trials)
     half = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
-    return (middle - half) / (1 + z * z / trials), (middle + half) / (1 + z * z / trials)
+    low, high = ((middle + side) / (1 + z * z / trials) for side in (-half, half))
+    return max(0.0, low), min(1.0, high)
 
 
 def wins(ours: Score, theirs: Score) -> tuple[int, int]:
@@ -221,7 +222,9 @@ def reading(model: GPT, tok: Tokenizer, title: str, ids: Sequence[int], supervis
     row = torch.tensor([list(ids[:n])], device=model.embed.weight.device)
     with torch.no_grad():
         probabilities = model(row)[0, :-1].float().softmax(-1).cpu()
-    best = probabilities.topk(min(3, probabilities.size(1)))
+    best = probabilities[:, : tok.vocab_size].topk(
+        3
+    )  # a vocabulary from elsewhere may be padded with ids that say nothing
     given: list[float | None] = [None, *probabilities.gather(1, row[0, 1:, None].cpu())[:, 0].tolist()]
     likely = [
         [],

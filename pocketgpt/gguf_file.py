@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, TokenType
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 
 from pocketgpt import hf
@@ -230,6 +230,9 @@ def tokenizer_from(fields: dict[str, Any]) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     if split in NFC:
         backend.normalizer = normalizers.NFC()
+    if bos and fields.get("tokenizer.ggml.add_bos_token", split == "llama-bpe"):  # what llama.cpp takes for granted
+        begin = {"id": "bos", "ids": [bos_id], "tokens": [bos]}
+        backend.post_processor = processors.TemplateProcessing(["bos", "$A"], special_tokens=[begin])
     for token, role in zip(tokens[:end], types, strict=False):
         special = role in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.UNUSED) or token in (bos, eos)
         if special:
@@ -350,7 +353,7 @@ def write_tokenizer(writer: GGUFWriter, tok: Tokenizer, vocab_size: int) -> None
     writer.add_bos_token_id(tok.eot_id if tok.bos is None else tok.control[tok.bos])
     writer.add_eos_token_id(tok.im_end_id)
     writer.add_pad_token_id(tok.eot_id)
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(tok.adds_bos)
     writer.add_chat_template(tok.template)
 
 

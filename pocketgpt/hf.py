@@ -207,11 +207,19 @@ def config_from_hf(raw: dict[str, Any], where: Path) -> dict[str, Any]:
 
 
 def rope_theta(raw: dict[str, Any], where: Path) -> Any:
-    """The base of the rotary frequencies, which transformers 5 keeps among the rope_parameters and 4 beside them."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise UserError(f"{where}: rope scaling {rope} is not supported")
-    return rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
+    """The base of the rotary frequencies, which transformers 5 keeps among the rope_parameters and 4 beside them. Scaling may
+    be asked for in either place, also by an entry that was added by hand to what transformers wrote."""
+    theta = raw.get("rope_theta", 10_000.0)
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(key) or {}
+        if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
+            raise UserError(f"{where}: rope scaling {rope} is not supported")
+        if more := [
+            k for k, v in rope.items() if k not in ("rope_type", "type", "rope_theta") and v not in (None, 1.0)
+        ]:
+            raise UserError(f"{where}: {key} {more[0]}={rope[more[0]]} is not supported")
+        theta = rope.get("rope_theta", theta)
+    return theta
 
 
 def weights_to_hf(config: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -344,6 +352,8 @@ def load_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[s
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if (folder / "adapter_config.json").exists():
+            raise UserError(f"{folder}: holds adapters alone: merge them into their model with peft first") from None
         raise UserError(f"{folder}: no config.json in it; it is not a model folder") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not readable as JSON ({error})") from None
@@ -355,6 +365,10 @@ def load_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[s
         try:
             theirs |= load_file(path)
         except FileNotFoundError:
+            if pickles := sorted(folder.glob("pytorch_model*.bin")):
+                raise UserError(
+                    f"{pickles[0]}: a pickle, which is not read: save the model as safetensors, as transformers does"
+                ) from None
             raise UserError(f"{folder}: no {path.name} in it; the folder is incomplete") from None
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path}: not a readable safetensors file ({error})") from None

@@ -62,6 +62,7 @@ PANELS = (
     Panel("Speed", "tokens/s", ("tokens_per_s",), zero=True),
     Panel("MFU", "% of the measured rate of matrix products", ("mfu",), 100, zero=True),
     Panel("Memory", "GB at most", ("memory_bytes",), 1e-9, zero=True),
+    Panel("Waiting for batches", "% of the time", ("loader_share",), 100, zero=True),
 )
 NAMED = {metric for panel in PANELS for metric in panel.metrics} | {*AXES, "kind", "elapsed_s"}
 
@@ -169,7 +170,8 @@ def flat(values: dict[str, Any], group: str = "") -> dict[str, Any]:
         if isinstance(value, dict):
             found |= flat(value, f"{group}{key}.")
         else:
-            found[f"{group}{key}"] = cut(value if isinstance(value, str) else json.dumps(value))
+            name = f"{group}{key}".removesuffix("..")  # a single data file is named ".", as it may be moved
+            found[name] = cut(value if isinstance(value, str) else json.dumps(value))
     return found
 
 
@@ -317,7 +319,8 @@ def evaluation(runs: list[Run]) -> list[Block]:
     blocks.append(table("evaluation", "The same and more as a table", ["", *sides], shown, folded=True))
     for name, side in sides.items():
         said = [
-            [{key: cut(str(m[key])) for key in ("role", "content")} for m in chat] for chat in side.get("chats", ())
+            [{"role": str(m["role"]), "content": cut(str(m["content"]).strip()) or "(empty)"} for m in chat]
+            for chat in side.get("chats", ())
         ]
         if said:
             blocks.append({"kind": "chats", "title": f"{name}: what it says, greedily", "chats": said})

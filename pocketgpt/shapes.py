@@ -54,6 +54,8 @@ SYSTEM = ("system", "system_prompt")  # columns with a system message for the co
 # Columns that belong to what the model should see, of kinds that it cannot.
 UNSEEN = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "this model reads text alone")
 UNSEEN["tools"] = "the chat template has no tools"
+# Keys of a turn that change what it says, or whether it is learned, and the values that change nothing.
+BESIDE = {"thinking": ("",), "reasoning_content": ("",), "weight": (1,), "train": (True,)}
 ASKED = ("question", "query", "instruction", "messages")  # columns beside two answers that look like their prompt
 
 
@@ -177,6 +179,10 @@ def _turn(turn: dict[Any, Any], where: str) -> Message:
     calls = next((key for key in ("tool_calls", "function_call") if turn.get(key)), None)
     if calls or role in TOOL_ROLES:
         raise UserError(f"{where}: {calls or f'role {role!r}'}: the chat template has no tools, leave such rows out")
+    if beside := next((key for key, plain in BESIDE.items() if turn.get(key) not in (None, *plain)), None):
+        raise UserError(
+            f"{where}: {beside}: a turn is learned as its {said} and nothing else, leave such rows out, or drop the key"
+        )
     content = turn.get(said)
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
         if other := [part.get("type") for part in content if part.get("type") != "text"]:

@@ -212,6 +212,12 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _array_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """Of a .json with one array, or with an object in every line, which `datasets` writes under this name, too."""
+    with _reading(path), open(path, "rb") as file:
+        first = file.readline().removeprefix(codecs.BOM_UTF8).strip()
+    if first.startswith(b"{") and first.endswith(b"}"):
+        yield from _json_rows(path)
+        return
     with _reading(path):
         items = _parse(path.read_bytes(), str(path))
     if not isinstance(items, list):

@@ -56,6 +56,11 @@ class Tokenizer:
 
         Raises UserError, naming `where`, if it is not a vocabulary as described above.
         """
+        if not isinstance(backend.model, models.BPE) or backend.model.byte_fallback:
+            raise UserError(
+                f"{where}: a {type(backend.model).__name__} vocabulary that is not byte-level (SentencePiece's are none, as those "
+                "of Llama 2 and Mistral): not supported"
+            )
         # The library forgets this in every copy, pickle and saved file; here each of these comes through __init__.
         backend.encode_special_tokens = True
         backend.no_truncation()
@@ -85,7 +90,7 @@ class Tokenizer:
         self._missing = [byte for char, byte in BYTE_OF.items() if char not in vocab]
         latin = not any(0x20 <= byte < 0x7F for byte in self._missing)
         if not (consecutive and latin and set("".join(tokens[i] for i in plain)) <= BYTE_OF.keys()):
-            raise UserError(f"{where}: not a byte-level vocabulary with consecutive ids; train a new tokenizer")
+            raise UserError(f"{where}: not a byte-level vocabulary with consecutive ids: not supported")
         self._bytes = [
             added[i].content.encode() if i in added else bytes(BYTE_OF[char] for char in token)
             for i, token in enumerate(tokens)
@@ -149,6 +154,11 @@ class Tokenizer:
         """What tokenizer.json does not say: the keywords of `from_json`."""
         return {"template": self.template, "bos": self.bos, "eos": self.eos}
 
+    @property
+    def adds_bos(self) -> bool:
+        """Whether other programs put bos before a plain text, as tokenizer.json tells them to (Llama 3's does). Ours never do."""
+        return self.bos is not None and self._backend.encode("").ids[:1] == [self.control[self.bos]]
+
     def __reduce__(self) -> tuple[Callable[[], "Tokenizer"], tuple[()]]:
         return partial(Tokenizer.from_json, self.to_json(), **self.roles), ()
 
@@ -159,6 +169,11 @@ class Tokenizer:
         if not path.is_dir():
             return cls.from_json(_read(path), str(path))
         file = path / "tokenizer.json"
+        if not file.exists():
+            raise UserError(
+                f"{path}: no tokenizer.json in it, the one form of a tokenizer that is read: load the folder with transformers' "
+                "AutoTokenizer and save it again"
+            )
         return cls.from_json(_read(file), str(file), **roles_in(path))
 
     def save(self, folder: str | Path, block_size: int) -> None:
@@ -173,7 +188,7 @@ class Tokenizer:
             "bos_token": self.bos,
             "eos_token": self.eos,
             "pad_token": self.decode([self.eot_id]),
-            "add_bos_token": False,
+            "add_bos_token": self.adds_bos,
             "model_max_length": block_size,
             # The defaults of transformers 4 for these two break generation and the spaces before punctuation.
             "model_input_names": ["input_ids", "attention_mask"],
@@ -183,6 +198,9 @@ class Tokenizer:
         folder = Path(folder)
         write_text(folder / "tokenizer.json", self.to_json())
         write_json(folder / "tokenizer_config.json", config)
+        (folder / "chat_template.jinja").unlink(
+            missing_ok=True
+        )  # of an earlier one, which would be read in place of ours
 
     @property
     def vocab_size(self) -> int:
@@ -238,15 +256,11 @@ def roles_in(folder: Path) -> dict[str, Any]:
     was never shown a conversation: PLAIN_TEMPLATE is put in its place, which needs nothing but its eos.
     """
     file = folder / "tokenizer_config.json"
-    if not file.exists():
-        return {}
-    try:
-        raw = json.loads(_read(file))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file}: not readable as JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{file}: not a JSON object")
+    raw = _object(file) if file.exists() else {}
     bos, eos = (_content(raw.get(key)) for key in ("bos_token", "eos_token"))
+    eos = eos or _end_by_id(folder)
+    if eos in (None, Tokenizer.IM_END) and not file.exists():  # nothing speaks against a folder of ours
+        return {}
     if eos is None:
         raise UserError(f"{file}: no eos_token in it, so nothing says where an answer ends")
     template = raw.get("chat_template")
@@ -258,6 +272,28 @@ def roles_in(folder: Path) -> dict[str, Any]:
     if template is not None and not isinstance(template, str):
         raise UserError(f"{file}: its chat_template is no text")
     return {"template": template or PLAIN_TEMPLATE, "bos": bos, "eos": eos}
+
+
+def _end_by_id(folder: Path) -> str | None:
+    """The control token whose id config.json gives as the end. The folder of GPT-2 on the hub names it nowhere else."""
+    file = folder / "config.json"
+    stop = _object(file).get("eos_token_id") if file.exists() else None
+    stop = stop[0] if isinstance(stop, list) and stop else stop
+    if stop is None:
+        return None
+    added = _object(folder / "tokenizer.json").get("added_tokens")
+    tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    return next((_content(token) for token in tokens if token.get("id") == stop), None)
+
+
+def _object(file: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(_read(file))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not readable as JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{file}: not a JSON object")
+    return raw
 
 
 def _content(token: Any) -> str | None:

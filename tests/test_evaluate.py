@@ -118,6 +118,7 @@ def test_who_knows_the_facts_has_them_right_and_who_does_not_guesses(
     assert (found[knows]["generate"]["passed"], found[knows]["generate"]["asked"]) == (20, 20)
     assert found[guesses]["generate"]["share"] < 0.2
     assert found[knows]["choices"]["prompts"] == found[knows]["generate"]["prompts"] == style
+    assert f'["{knows}","choices, acc","100.0%"' in (tmp_path / "report.html").read_text("utf-8")
     assert found[knows]["generate"]["examples"][0]["answer"].strip() == COLOURS[0]
 
 

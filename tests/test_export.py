@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType, TokenType
 from helpers import random_ids, randomise
 from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers
+from transformers import AutoTokenizer
 
 import export
 from base_model import GPT, PRESETS, GPTConfig
@@ -80,6 +81,28 @@ def test_llama_cpp_splits_text_the_same_way(name: str, tmp_path: Path, tok: Toke
     assert (back.encode("e\u0301") == back.encode("\u00e9")) == (name == "qwen2")  # which normalises
     theirs = in_llama_cpp(tmp_path / "m.gguf")
     assert theirs.tokenize(TEXT.encode(), add_bos=False, special=False) == other.encode(TEXT)
+    theirs.close()
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_text_begins_in_other_programs_as_its_tokenizer_says(begins: bool, tmp_path: Path, tok: Tokenizer) -> None:
+    """Llama 3's tokenizer.json puts a token before every text, which llama.cpp and transformers do, and training here does not."""
+    raw = json.loads(split_as(tok, "llama-bpe").to_json())
+    bos = {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
+    single = [{"SpecialToken": {"id": bos["id"], "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    post = {"type": "TemplateProcessing", "single": single, "pair": [], "special_tokens": {bos["id"]: bos}}
+    other = Tokenizer.from_json(json.dumps(raw | ({"post_processor": post} if begins else {})), bos=bos["id"])
+    model, _ = model_and_checkpoint("llama", tok)
+    ckpt = checkpoint.Checkpoint("m", model.config.to_dict(), model.state_dict(), other)
+    gguf_file.save(tmp_path / "m.gguf", ckpt, "float32")
+    back = gguf_file.load(tmp_path / "m.gguf").tokenizer
+    assert (other.adds_bos, back.adds_bos) == (begins, begins)
+    assert other.encode("hi") == back.encode("hi") != []
+    expected = [0] * begins + other.encode("hi")
+    back.save(tmp_path, 64)
+    assert AutoTokenizer.from_pretrained(tmp_path)("hi").input_ids == expected
+    theirs = in_llama_cpp(tmp_path / "m.gguf")
+    assert theirs.tokenize(b"hi", add_bos=True, special=True) == expected
     theirs.close()
 
 

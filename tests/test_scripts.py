@@ -386,6 +386,8 @@ def test_wilson_interval() -> None:
     low, high = evaluation.wilson(8, 10)
     assert (low, high) == pytest.approx((0.4902, 0.9433), abs=1e-4)  # Wilson 1927; the value in every table
     assert evaluation.wilson(0, 0) == (0.0, 1.0)
+    for n in range(1, 50):  # no "-0.0%" in a table
+        assert f"{evaluation.wilson(0, n)[0]:.1%}" == "0.0%" and evaluation.wilson(n, n)[1] <= 1
 
 
 def test_batched_answers_equal_single_ones(road: tuple[Path, dict[str, str]]) -> None:

@@ -64,7 +64,7 @@ def said(*contents: str) -> list[dict[str, str]]:
         ("Alpaca", {"system": "Be kind.", "instruction": "hi", "output": "hello"}, Chat([SYSTEM, USER, ANSWER])),
         # other columns and keys are ignored, and so are empty ones of what could not be seen
         ("messages", {"messages": [{**USER, "name": None}, ANSWER], "id": 7, "score": 0.5, "source": "x"}, Chat([USER, ANSWER])),
-        ("messages", {"messages": [USER, {**ANSWER, "tool_calls": None}], "tools": [], "images": None}, Chat([USER, ANSWER])),
+        ("messages", {"messages": [USER, {**ANSWER, "tool_calls": None, "thinking": "", "weight": 1, "train": True}], "tools": [], "images": None}, Chat([USER, ANSWER])),
         ("prompt-completion", {"prompt": "hi", "completion": "hello", "label": "greeting"}, Chat([USER, ANSWER], 1)),
         # content in parts, all of them text
         (
@@ -138,6 +138,10 @@ def test_the_first_shape_of_the_table_is_read_where_two_fit():
         ({"messages": [USER, CALL, {"role": "tool", "content": "3"}, ANSWER]}, "message 2: tool_calls: the chat template has no tools"),
         ({"messages": [USER, ANSWER, {"role": "tool", "content": "3"}]}, "message 3: role 'tool': the chat template has no"),
         ({"conversations": [HUMAN, {"from": "function_call", "value": "{}"}]}, "message 2: role 'function_call': the chat"),
+        # what would be learned in another way than the row says
+        ({"messages": [USER, {**ANSWER, "reasoning_content": "So."}]}, "message 2: reasoning_content: a turn is learned as its"),
+        ({"messages": [USER, {**ANSWER, "weight": 0}, USER, ANSWER]}, "message 2: weight: a turn is learned"),
+        ({"conversations": [HUMAN, {"from": "gpt", "value": "x", "train": False}]}, "message 2: train: a turn is learned as its value"),
         # an answer that is marked as a bad one is not to be learned
         ({"prompt": "x", "completion": "y", "label": False}, "unpaired preference"),
     ],

@@ -256,12 +256,15 @@ def test_every_form_gives_the_same_rows(tmp_path):
     assert [row for _, row in rows(tmp_path)] == items * 3
     (tmp_path / "d.json").write_text(json.dumps(items))
     assert list(rows(tmp_path / "d.json")) == [(f"{tmp_path}/d.json item {n}", row) for n, row in enumerate(items, 1)]
+    (tmp_path / "d.json").write_text("\ufeff" + lines(items))  # as `datasets` writes it
+    assert list(rows(tmp_path / "d.json")) == [(f"{tmp_path}/d.json:{n}", row) for n, row in enumerate(items, 1)]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
-        ("a.json", '{"a": 1}', "expected an array of objects, found dict"),
+        ("a.json", '{\n"a": 1}', "expected an array of objects, found dict"),
+        ("a.json", '{"a": 1}\n{"a": }', "a.json:2: not valid JSON"),
         ("a.json", '[{"a": 1}, 2]', "item 2: expected an object"),
         ("a.json", "", "not valid JSON"),
         ("a.json", "[]", "there are no rows in it"),

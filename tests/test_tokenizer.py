@@ -237,7 +237,7 @@ def test_foreign_vocabulary(tok: Tokenizer, change: str, message: str) -> None:
 def test_bad_file(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(UserError, match=r"tokenizer\.json: (not a tokenizer\.json|cannot be read) \("):
+    with pytest.raises(UserError, match=r"tokenizer\.json(: not a tokenizer\.json \(| in it, the one form)"):
         Tokenizer.load(tmp_path)
 
 
