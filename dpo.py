@@ -364,7 +364,7 @@ def main() -> None:
     cfg = config.load("dpo", Config)
     cfg.train.check()
     cfg.optim.check()
-    distributed.check(cfg.parallel)
+    distributed.check(cfg.parallel, cfg.optim.offload)
     cfg.lora.check()
     cfg.dpo.check()
     if cfg.train.compile:
@@ -432,7 +432,8 @@ def main() -> None:
         if len(parts) > 1:
             log.say(f"{part.share:.1%} of training from {part.name}, {len(members):,} pairs")
     held = PairRows(tok, val_pairs, block, cfg.train.seed, shares)
-    if fits := plan.set_micro_batch(model, cfg.train, cfg.optim, pairs.width(range(len(pairs))), dtype, rows_each=2):
+    width = pairs.width(range(len(pairs)))
+    if fits := plan.set_micro_batch(model, cfg.train, cfg.optim, width, dtype, cfg.parallel, rows_each=2):
         log.say(fits)
     dropped = ", ".join(f"{count} {what}" for what, count in counts.items())
     padding = pairs.padding(cfg.train.batch_size, cfg.train.rows_at_once)

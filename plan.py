@@ -20,7 +20,7 @@ from torch import nn
 import base_model
 from base_model import GPT, GPTConfig
 from kv_cache import kv_cache_bytes
-from pocketgpt import config, loss, plan, sizing
+from pocketgpt import config, distributed, loss, plan, sizing
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError, run
 from pocketgpt.optim import OptimConfig
@@ -66,8 +66,7 @@ class Config:
 
     def check(self) -> None:
         """Raises UserError on values that make no plan."""
-        if self.parallel not in ("ddp", "fsdp"):
-            raise UserError(f"parallel={self.parallel}: choose ddp or fsdp")
+        distributed.check(self.parallel, self.optim.offload)
         if not 0 < self.mfu <= 1:
             raise UserError(f"mfu={self.mfu}: it is a share, above 0 and at most 1")
         if self.price < 0 or self.data.tokens < 0:
@@ -130,11 +129,17 @@ def make_plan(cfg: Config, number: int, kind: str, gpu: plan.Gpu) -> Plan:
         return network
 
     def memory(rows: int) -> plan.Memory:
-        fsdp = cfg.parallel == "fsdp" and number > 1
-        found = plan.step_memory(
-            network, rows, length, cfg.optim, dtype=dtype, accumulate=fsdp or rows < per_rank, device=device
+        return plan.step_memory(
+            network,
+            rows,
+            length,
+            cfg.optim,
+            dtype=dtype,
+            accumulate=rows < per_rank,
+            device=device,
+            offload=cfg.optim.offload and kind != "cpu",
+            ranks=number if cfg.parallel == "fsdp" else 1,
         )
-        return plan.fsdp_memory(found, model, number) if fsdp else found
 
     rows = cfg.train.micro_batch_size
     if rows:
@@ -203,7 +208,8 @@ def show(cfg: Config, p: Plan) -> None:
         f"memory     of {ranks}, {p.rows} sequences at once, {cfg.train.dtype}, recompute {str(cfg.train.recompute).lower()}:"
     )
     named = ("weights", "gradients", "optimizer", "activations", "logits")
-    print("           " + ", ".join(f"{name} {human(getattr(m, name))}" for name in named))
+    host = f"; moments in main memory, {human(m.host)}" if m.host else ""
+    print("           " + ", ".join(f"{name} {human(getattr(m, name))}" for name in named) + host)
     print(
         f"           at most {human(m.passing)} in a pass and {human(m.stepping)} in the optimizer's step; "
         f"{p.kind} has {human(p.gpu.memory)}, {plan.SPARE:.0%} of which are planned with"
@@ -231,6 +237,8 @@ def advice(cfg: Config, p: Plan) -> str:
         return "try parallel=fsdp"
     if cfg.train.recompute is not True and p.memory.passing > p.memory.stepping:
         return f"try train.recompute={'true' if cfg.train.recompute else 'selective'}"
+    if cfg.parallel == "ddp" and p.kind != "cpu" and not cfg.optim.offload:
+        return "try optim.offload=true"
     return "more ranks with parallel=fsdp, a GPU with more memory, or a smaller model"
 
 

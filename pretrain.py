@@ -157,8 +157,10 @@ def settle(cfg: Config, corpus: Corpus, device: torch.device, dtype: torch.dtype
         return model
 
     def fits(size: sizing.Size, rows: int) -> bool:
+        ranks = world if cfg.parallel == "fsdp" else 1
+        make = partial(network, size.model)
         planned = plan.step_memory(
-            partial(network, size.model), rows, length, cfg.optim, dtype=dtype, accumulate=True, device=device
+            make, rows, length, cfg.optim, dtype=dtype, accumulate=True, device=device, ranks=ranks
         )
         return planned.total <= plan.SPARE * machine.free_memory(device)
 
@@ -182,7 +184,7 @@ def main() -> None:
     cfg = config.load("pretrain", Config)
     cfg.train.check()
     cfg.optim.check()
-    distributed.check(cfg.parallel)
+    distributed.check(cfg.parallel, cfg.optim.offload)
     cfg.data.check(("shakespeare", "mine", "hub", "shards"))
     parts = cfg.data.parts()
     out = Path(cfg.out)
@@ -196,7 +198,7 @@ def main() -> None:
     torch.manual_seed(cfg.train.seed)
     model = GPT(shape).to(device)
     model.recompute = cfg.train.recompute
-    fits = plan.set_micro_batch(model, cfg.train, cfg.optim, shape.block_size, dtype)
+    fits = plan.set_micro_batch(model, cfg.train, cfg.optim, shape.block_size, dtype, cfg.parallel)
     windows = [source.windows(shape.block_size, cfg.train.seed) for source in corpus.train]
     for rows in windows:
         if isinstance(rows, hub_stream.StreamRows):
@@ -252,8 +254,12 @@ def main() -> None:
         made_from=config.plain(cfg) | {"text": corpus.fingerprint, "files": sources.fingerprints(cfg.data)},
         network=trained,
     )
-    if cfg.data.endless:  # another number of processes would divide the text in another way
+    if (
+        cfg.data.endless
+    ):  # another number of processes would divide the text in another way, as would other micro-batches
         stage.made_from["processes"] = distributed.world()
+        if distributed.world() > 1:
+            stage.made_from["rows_at_once"] = cfg.train.rows_at_once
     if distributed.is_main():
         config.save(cfg, out / "config_base.yaml")
     result = train(model, stage, cfg.train, cfg.optim, out, log)

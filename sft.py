@@ -95,7 +95,7 @@ def main() -> None:
     cfg = config.load("sft", Config)
     cfg.train.check()
     cfg.optim.check()
-    distributed.check(cfg.parallel)
+    distributed.check(cfg.parallel, cfg.optim.offload)
     cfg.lora.check()
     cfg.data.check(("instruct", "mine", "hub"))
     parts = cfg.data.parts()
@@ -123,7 +123,7 @@ def main() -> None:
     val_rows = [[val_examples[i] for i in row] for row in pack([len(e) for e in val_examples], length)]
 
     model.recompute = cfg.train.recompute
-    fits = plan.set_micro_batch(model, cfg.train, cfg.optim, length, dtype)
+    fits = plan.set_micro_batch(model, cfg.train, cfg.optim, length, dtype, cfg.parallel)
     log = RunLog(out, "sft", config.plain(cfg), cfg.log, cfg.train.resume)
     supervised = sum(int((e.targets != IGNORE).sum()) for e in train_examples)
     read = sum(len(e) for e in train_examples)

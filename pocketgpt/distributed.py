@@ -44,6 +44,11 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def on_this_node() -> int:
+    """How many of them share this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if dist.is_initialized() else 1
+
+
 def is_main() -> bool:
     """Whether this is the process that prints, evaluates and writes files."""
     return rank() == 0
@@ -128,10 +133,15 @@ def main_first() -> Iterator[None]:
         gather(None)
 
 
-def check(parallel: str) -> None:
-    """Raises UserError on a name that is not known."""
+def check(parallel: str, offload: bool = False) -> None:
+    """Raises UserError on a name that is not known, or that does not go with optim.offload."""
     if parallel not in ("ddp", "fsdp"):
         raise UserError(f"parallel is {parallel!r}: choose ddp or fsdp")
+    if parallel == "fsdp" and offload:
+        raise UserError(
+            "optim.offload=true with parallel=fsdp: moments are divided among the processes then: start more of them, "
+            "or set optim.offload=false"
+        )
 
 
 def is_divided(thing: object) -> bool:

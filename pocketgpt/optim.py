@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pocketgpt import device as machine
 from pocketgpt import distributed
 from pocketgpt.errors import UserError
 
@@ -26,6 +27,7 @@ class OptimConfig:
     muon_momentum: float
     muon_warmup: int = 0
     cautious: bool = False
+    offload: bool = False
 
     def check(self) -> None:
         """Raises UserError on a value outside its range."""
@@ -153,12 +155,41 @@ def decay_where_updates_agree(params: list[nn.Parameter], before: list[Tensor], 
         parameter.sub_(old * agree, alpha=amount)
 
 
+def step_in_turn(part: torch.optim.Optimizer, host: torch.device) -> None:
+    """`part.step()`, to the same bits, for one parameter after another (of Muon: for one shape, whose momentum is one tensor).
+    Its moments are on its device for that long and in the memory of `host` before and after.
+
+    Copies and work queue up on the device; whoever reads the moments has to wait for it.
+    """
+    groups = part.param_groups
+    for group in groups:
+        for params in [group["params"]] if isinstance(part, Muon) else [[parameter] for parameter in group["params"]]:
+            moments = part.state[params[0]]
+            waiting = {name: moment for name, moment in moments.items() if moment.dim()}
+            for name, moment in waiting.items():
+                moments[name] = moment.to(params[0].device, non_blocking=True, copy=True)
+            part.param_groups = [group | {"params": params}]
+            part.step()
+            for name, moment in moments.items():
+                if moment.dim():
+                    moments[name] = to_host(moment, host, waiting.get(name))
+    part.param_groups = groups
+
+
+def to_host(moment: Tensor, host: torch.device, place: Tensor | None = None) -> Tensor:
+    """The moment in `place`, or in new memory there: if a GPU is to copy to it, in pages that stay where they are."""
+    if place is None:
+        place = torch.empty_like(moment, device=host, pin_memory=host.type == "cpu" and torch.cuda.is_available())
+    return place.copy_(moment, non_blocking=True)
+
+
 class Optimizer:
     """One or two torch optimizers that step together, each group with its own base learning rate.
 
     `adamw`: AdamW (Loshchilov & Hutter 2019) for all. `muon`: Muon (Jordan et al. 2024) for the matrices of the blocks,
     AdamW for the rest. Weights decay in matrices, which includes embeddings and head, and not in vectors. With `cautious`
     an entry decays only in steps whose update moves it towards 0, too (Chen et al. 2025, "Cautious weight decay").
+    With `offload` moments of parameters on a GPU wait in main memory, see `step_in_turn`.
 
     Raises:
         UserError: on settings outside their ranges.
@@ -166,6 +197,9 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, config: OptimConfig, lr: float) -> None:
         config.check()
+        self.device = next(model.parameters()).device
+        # Where moments wait between steps, or None: beside their parameters. Other devices share the main memory.
+        self.host = torch.device("cpu") if config.offload and self.device.type == "cuda" else None
         blocks, other, vectors = parameter_groups(model)
         muon = config.name == "muon"
         decayed = other if muon else blocks + other
@@ -202,7 +236,10 @@ class Optimizer:
                 group["lr"] = lr * scale
             watched = [(group, decay) for group, decay in zip(part.param_groups, decays, strict=True) if decay]
             before = [[parameter.detach().clone() for parameter in group["params"]] for group, _ in watched]
-            part.step()
+            if self.host is None:
+                part.step()
+            else:
+                step_in_turn(part, self.host)
             for (group, decay), old in zip(watched, before, strict=True):
                 decay_where_updates_agree(group["params"], old, group["lr"] * decay)
             part.zero_grad(set_to_none=True)
@@ -212,6 +249,7 @@ class Optimizer:
             part.zero_grad(set_to_none=True)
 
     def state_dict(self) -> list[dict[str, Any]]:
+        machine.synchronize(self.device)  # moments may be on their way to main memory
         return [part.state_dict() for part in self.parts]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
@@ -224,7 +262,14 @@ class Optimizer:
                 {key: value for key, value in group.items() if key not in ("params", "lr")}
                 for group in part.param_groups
             ]
-            part.load_state_dict(state)
+            part.load_state_dict(state if self.host is None else state | {"state": {}})
+            if self.host is not None:  # torch would bring all of them to the device at once
+                held = [parameter for group in part.param_groups for parameter in group["params"]]
+                for number, moments in state["state"].items():
+                    part.state[held[number]] = {
+                        name: to_host(moment, self.host) if moment.dim() else moment.to(self.device, copy=True)
+                        for name, moment in moments.items()
+                    }
             for group, mine in zip(part.param_groups, settings, strict=True):
                 group.update(mine)
             for parameter, moments in part.state.items():

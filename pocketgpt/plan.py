@@ -27,7 +27,7 @@ from pocketgpt import device as machine
 from pocketgpt import distributed
 from pocketgpt.errors import UserError
 from pocketgpt.loss import LinearCrossEntropy
-from pocketgpt.optim import OptimConfig, Optimizer
+from pocketgpt.optim import OptimConfig, Optimizer, parameter_groups
 
 ON_A_CPU = (
     1.2e9  # bytes: what training adds to the weights is kept within that, as more rows at once bring a CPU little
@@ -83,6 +83,8 @@ def parse_gpus(text: str) -> tuple[int, str, Gpu]:
 
 # --- memory ---------------------------------------------------------------------------------------------------------
 
+ELSEWHERE = torch.device("meta")  # where a plan has the moments that optim.offload keeps in main memory
+
 
 class Live(TorchDispatchMode):
     """Counts the bytes of all tensors made in its scope that are still alive, and the most that ever were at once."""
@@ -95,7 +97,7 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         for tensor in tree_iter(made):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and tensor.device != ELSEWHERE:
                 self.note(tensor.untyped_storage())
         return made
 
@@ -123,6 +125,7 @@ class Memory:
     logits: float  # chunks of logits, and the gradients that the loss makes with them
     passing: float  # most at once in forward and backward pass
     stepping: float  # most at once in the optimizer's step
+    host: float = 0.0  # of main memory, for moments, under optim.offload
 
     @property
     def total(self) -> float:
@@ -138,38 +141,76 @@ def step_memory(
     dtype: torch.dtype,
     accumulate: bool = False,
     device: str | torch.device = "cpu",
+    offload: bool = False,
+    ranks: int = 1,
 ) -> Memory:
     """Memory of one training step on a single rank, in steady state.
 
     network: makes the model (a GPT in training mode, its `recompute` set); rows x length: tokens of a micro-batch;
-    accumulate: whether gradients of an earlier micro-batch are there already; device: whose kernels to count with.
+    accumulate: whether gradients of an earlier micro-batch are there already; device: whose kernels to count with; offload:
+    whether it stands for a GPU whose moments are elsewhere; ranks: among how many parallel=fsdp divides what can be divided.
     """
     device = torch.device(device)
     with FakeTensorMode(), torch.device(device), Live() as live:
         model: Any = network()
         weights = live.now
         optimizer = Optimizer(model, replace(optim_config, muon_warmup=0), lr=1e-3)
+        if offload or optimizer.host is not None:
+            optimizer.host = ELSEWHERE
         add_gradients(model)
         gradients = live.now - weights
         live.peak = live.now
         optimizer.step(1.0)  # makes its state, and lets the gradients go
         stepping, state = live.peak, live.now - weights
+        moments = [m for part in optimizer.parts for kept in part.state.values() for m in kept.values()]
+        host = sum(moment.nbytes for moment in moments if moment.device == ELSEWHERE)
+        del moments
         if accumulate:
             add_gradients(model)
+        shares: list[Tensor] = []
+
+        def divide(parameter: Tensor) -> None:
+            shares.append(parameter.new_empty(-(-parameter.numel() // ranks)))
+            parameter.grad = None
+
+        if ranks > 1 and not accumulate:  # as soon as it is there, a gradient is summed, and this rank's share stays
+            for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+                parameter.register_post_accumulate_grad_hook(divide)
         live.peak, before = live.now, live.now
         ids = torch.zeros(rows, length, dtype=torch.int64)
+        gathered = gathered_weights(model, ranks, 2)
         with machine.autocast(device, dtype):
             hidden = model.hidden_states(ids)
+        del gathered
         activations, passing = live.now - before, live.peak
         live.peak, before = live.now, live.now
+        gathered = gathered_weights(model, ranks, 0)
         loss = LinearCrossEntropy.apply(
             hidden.flatten(0, 1), model.lm_head.weight, ids.flatten(), dtype, model.lm_head.softcap
         )
-        logits = live.peak - before
+        logits = live.peak - before - gathered.nbytes
+        gathered = gathered_weights(model, ranks, 3)  # the third for gradients on their way
         del hidden
         loss.backward()
         passing = max(passing, live.peak)
-    return Memory(weights, gradients, state, activations, logits, passing, stepping)
+    if ranks > 1:  # FSDP2 (Zhao et al. 2023)
+        everything = weights + state
+        passing -= round(everything * (1 - 1 / ranks))
+        passing = max(passing, weights + everything / ranks)  # to evaluate and to save, every rank gathers all weights
+        muons = parameter_groups(model)[0] if optim_config.name == "muon" else []
+        sent = sum(parameter.nbytes for parameter in muons)  # gradients, to the owners of their matrices
+        weights, state, stepping = weights / ranks, state / ranks, (stepping + sent) / ranks
+        gradients = gradients if accumulate else gradients / ranks  # which are summed after the last micro-batch
+    return Memory(weights, gradients, state, activations, logits, passing, stepping, host)
+
+
+def gathered_weights(model: Any, ranks: int, blocks: int) -> Tensor:
+    """Room for the whole weights that a rank has gathered for a while under parallel=fsdp: those outside the blocks (embedding,
+    head), and of so many blocks."""
+    of_block = sum(p.nbytes for p in model.blocks[0].parameters())
+    outside = sum(p.nbytes for p in model.parameters()) - len(model.blocks) * of_block
+    count = outside + min(blocks, len(model.blocks)) * of_block
+    return torch.empty(count if ranks > 1 else 0, dtype=torch.uint8)
 
 
 def add_gradients(model: nn.Module) -> None:
@@ -185,25 +226,6 @@ def without_contents(model: nn.Module) -> nn.Module:
     }
     own |= {id(b): torch.empty(b.shape, dtype=b.dtype) for b in model.buffers()}
     return copy.deepcopy(model, own).train()
-
-
-def fsdp_memory(memory: Memory, model: Any, ranks: int) -> Memory:
-    """Of a rank that holds its share of weights, gradients and optimizer (FSDP2, Zhao et al. 2023, a unit per block).
-
-    memory: of a single rank that accumulates. Gathered for a while are the whole weights of the block at work and of the
-    next, and throughout a pass those outside the blocks (embedding, head). An estimate: it was not measured on GPUs.
-    """
-    of_block = sum(p.nbytes for p in model.blocks[0].parameters())
-    gathered = sum(p.nbytes for p in model.parameters()) - of_block * (len(model.blocks) - 2)
-    whole = memory.weights + memory.gradients + memory.optimizer
-    return replace(
-        memory,
-        weights=memory.weights / ranks,
-        gradients=memory.gradients / ranks,
-        optimizer=memory.optimizer / ranks,
-        passing=whole / ranks + (memory.passing - whole) + gathered,
-        stepping=memory.stepping / ranks,
-    )
 
 
 # --- work -----------------------------------------------------------------------------------------------------------
@@ -235,30 +257,46 @@ def largest_that_fits(batch_size: int, budget: float, memory: Callable[[int], Me
 
 
 def set_micro_batch(
-    model: Any, train: Any, optim_config: OptimConfig, length: int, dtype: torch.dtype, rows_each: int = 1
+    model: Any,
+    train: Any,
+    optim_config: OptimConfig,
+    length: int,
+    dtype: torch.dtype,
+    parallel: str = "ddp",
+    rows_each: int = 1,
 ) -> str:
     """Where train.micro_batch_size is 0, set it to the most that fits into free memory, on a CPU into ON_A_CPU at most.
     Returns what was done, in words.
 
-    model: as it will be trained, its adapters attached; train: the TrainConfig; length: tokens of the longest row; rows_each: rows of an item of the batch (a pair has 2).
+    model: as it will be trained, whole, its adapters attached; train: the TrainConfig; length: tokens of the longest row; rows_each: rows of an item of the batch (a pair has 2).
     """
     if train.micro_batch_size:
         return ""
     device = next(model.parameters()).device
     network = partial(without_contents, model)
+    share = -(-train.batch_size // distributed.world())
 
     def memory(items: int) -> Memory:
-        accumulate = items < train.batch_size
-        settings = {"dtype": dtype, "accumulate": accumulate, "device": device}
-        return step_memory(network, items * rows_each, length, optim_config, **settings)
+        return step_memory(
+            network,
+            items * rows_each,
+            length,
+            optim_config,
+            dtype=dtype,
+            accumulate=items < share,
+            device=device,
+            ranks=distributed.world() if parallel == "fsdp" else 1,
+        )
 
     # The weights have their place already.
     there = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
-    free = distributed.from_main(lambda: machine.free_memory(device))  # all processes do the same
+    nearby = distributed.on_this_node() if device.type == "cpu" else 1
+    free = distributed.from_main(lambda: machine.free_memory(device)) / nearby  # all processes do the same
     room = min(SPARE * free, ON_A_CPU) if device.type == "cpu" else SPARE * free
-    train.micro_batch_size, planned = largest_that_fits(train.batch_size, room + there, memory)
+    train.micro_batch_size, planned = largest_that_fits(share, room + there, memory)
+    of = f"{share} of each process" if distributed.world() > 1 else f"{share}"
     return (
-        f"train.micro_batch_size={train.micro_batch_size} of {train.batch_size}: planned {human(planned.total)}, "
+        f"train.micro_batch_size={train.micro_batch_size} of {of}: planned {human(planned.total)}, "
         f"{human(there)} of them there already, with {human(free)} free and {human(room)} to be used; the result is the same"
     )
 

@@ -27,8 +27,12 @@ from pocketgpt.metrics import RunLog
 COMPILE_PAYS_AFTER = 15
 PATIENCE_WITH_NAN = 10  # steps in a row with a non-finite loss or gradient before the run gives up
 Network = Callable[..., Tensor]
-# Keys that a resumed run may change: where things lie (the data itself is compared by its digest), who is told, who works.
-FREE = ("out", "cache", "checkpoint", "log", "parallel", "data.path", "train.resume")
+# Keys that a resumed run may change: where things lie (the data itself is compared by its digest), who is told, who works, and
+# what it takes of memory, up to rounding.
+FREE = (
+    *("out", "cache", "checkpoint", "log", "data.path", "train.resume"),
+    *("parallel", "train.micro_batch_size", "train.recompute", "optim.offload"),
+)
 # Keys that a branch may change as well: when it ends, and how.
 HORIZON = tuple(f"train.{key}" for key in ("steps", "minutes", "decay", "decay_shape", "eval_every", "log_every"))
 
@@ -211,6 +215,8 @@ def train(
     device = next(model.parameters()).device
     trained = model if stage.network is None else stage.network
     optimizer = optim.Optimizer(trained, optim_config, config.lr)
+    if optim_config.offload and optimizer.host is None:
+        log.say(f"optim.offload: moments on {device.type} are in main memory anyway, nothing is moved")
     state = State()
     resume_path, stable_path = out / f"resume_{stage.name}.pt", out / f"stable_{stage.name}.pt"
     distributed.same_weights(model, trained)
@@ -334,7 +340,8 @@ def train(
             raise distributed.ended(error) from error
         if not is_out_of_memory(error):
             raise
-        raise UserError(f"{stage.name}: out of memory in step {state.step + 1}: try {smaller(config)}") from error
+        advice = smaller(config, optim_config, device, distributed.is_divided(trained))
+        raise UserError(f"{stage.name}: out of memory in step {state.step + 1}: try {advice}") from error
     finally:
         interrupt.restore()
         gc.unfreeze()
@@ -400,14 +407,24 @@ def compiled(network: Network, config: TrainConfig, device: torch.device, log: R
     return call
 
 
-def smaller(config: TrainConfig) -> str:
-    """The setting to try next where memory does not suffice, cheapest first: the first three give the same result."""
-    rows = config.micro_batch_size
+def smaller(config: TrainConfig, optim_config: optim.OptimConfig, device: torch.device, divided: bool) -> str:
+    """The setting to try next where memory does not suffice, cheapest first: all but the last give the same result, and a run
+    may be resumed with them. divided: whether weights are divided among the processes."""
+    rows = config.rows_at_once
     if rows > 1:
         fewer = next(fewer for fewer in range(rows // 2, 0, -1) if config.batch_size % fewer == 0)
         return f"train.micro_batch_size={fewer} ({rows} now, the result is the same)"
+    if not config.recompute:
+        return "train.recompute=selective (the same result, from more work)"
+    if not divided and distributed.world() > 1:
+        return "parallel=fsdp (the same result, weights, gradients and moments divided among the processes)"
+    # Before recomputing all, which takes a third more time: moments go to and fro once a step, however large its batch.
+    if device.type == "cuda" and not divided and not optim_config.offload:
+        return "optim.offload=true (the same result, moments wait in main memory)"
     if config.recompute is not True:
-        return f"train.recompute={'true' if config.recompute else 'selective'} (the same result, from more work)"
+        return "train.recompute=true (the same result, from more work)"
+    if divided:
+        return "more processes: each holds a smaller part"
     return "a smaller model.block_size or model, for a new model: python plan.py says what one needs"
 
 

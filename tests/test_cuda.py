@@ -50,3 +50,26 @@ def test_the_cache_is_exact(shape: str) -> None:
     rows = prove(cached(model).to("cuda"), model, ids.to("cuda"), 1e-4)
     assert len(rows) == 30
     assert isinstance(model, GPT) and all(row["ok"] for row in rows), rows
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_moments_in_main_memory_give_the_same_bits(name: str) -> None:
+    ids = random_ids(8, 32, seed=2).to("cuda")
+    found = []
+    for offload in (False, True):
+        model = tiny(seed=1).to("cuda").train()
+        muon = (0.02, 0.95) if name == "muon" else (0.0, 0.0)
+        config = OptimConfig(name, 0.9, 0.95, 1e-8, 0.1, *muon, offload=offload)
+        optimizer = Optimizer(model, config, 0.003)
+        for step in range(4):
+            if step == 2:  # as if resumed
+                states, optimizer = optimizer.state_dict(), Optimizer(model, config, 0.003)
+                optimizer.load_state_dict(states)
+            for parameter in model.parameters():  # the sums of a backward pass come in any order
+                parameter.grad = torch.sin(parameter.detach() * 99 + ids.float().mean() + step)
+            optimizer.step(1.0)
+        states = optimizer.state_dict()
+        kept = [m for part in states for moments in part["state"].values() for m in moments.values() if m.dim()]
+        assert all(m.is_pinned() if offload else m.is_cuda for m in kept)
+        found.append([tensor.detach().cpu() for tensor in (*model.parameters(), *kept)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

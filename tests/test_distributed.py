@@ -3,9 +3,11 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,9 @@ from pocketgpt.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What every process runs: steps of the stages, in-process, without starting Python anew for each. A run may be stopped by a
-# signal to the last process after one of its steps.
+# What every process runs: steps of the stages, in-process. A run may be stopped by a signal to the last process after one of
+# its steps. Under torchrun it is given its orders as arguments. Without any it reads them line by line, and forks processes that are told what
+# torchrun would tell them, so that Python and torch start once and not for each.
 WORKER = """
 import json, os, signal, sys
 from pathlib import Path
@@ -26,10 +29,9 @@ sys.path[:0] = [{root!r}, {tests!r}]
 import torch
 torch.set_num_threads(1)
 import dpo, pretrain, sft
-from pocketgpt import distributed, optim, sharded, trainer
+from pocketgpt import device, distributed, optim, sharded, trainer
 from pocketgpt.errors import run
 
-folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
 seen = []
 stop = 0
 step = optim.Optimizer.step
@@ -50,20 +52,47 @@ def last_two_unsupervised(rows, length):
 
 optim.Optimizer.step = watched
 sft.lay_out = last_two_unsupervised
-for name, out, stop, arguments in runs:
-    script = dict(pretrain=pretrain, sft=sft, dpo=dpo)[name]
-    seen.clear()
-    own = ["vocab_size=300", "model.block_size=64", "model.n_layer=2", "model.n_head=2", "model.n_kv_head=2", "model.n_embd=32",
-           f"cache={{out}}/cache", "sample_tokens=1"] if name == "pretrain" else [f"checkpoint={{folder}}/ckpt_sft.pt"]
-    source = folder / (name + ".jsonl")
-    sys.argv = [name + ".py", "data=mine", f"data.path={{source}}", "data.val_fraction=0.2", f"out={{out}}", "device=cpu",
-                "train.dtype=float32", "train.minutes=0", "train.grad_clip=0", "train.log_every=1", *own, *arguments]
-    try:
-        run(script.main)
-    except SystemExit as end:
-        if end.code != 143 or not stop:
-            raise
-    torch.save(seen, Path(out) / f"{{name}}_{{distributed.rank()}}.grads")
+
+def work(folder, runs, patch):
+    global stop
+    exec(patch, globals())
+    for name, out, stop, arguments in runs:
+        script = dict(pretrain=pretrain, sft=sft, dpo=dpo)[name]
+        seen.clear()
+        own = ["vocab_size=300", "model.block_size=64", "model.n_layer=2", "model.n_head=2", "model.n_kv_head=2",
+               "model.n_embd=32", f"cache={{out}}/cache", "sample_tokens=1"]
+        source = folder / (name + ".jsonl")
+        sys.argv = [name + ".py", "data=mine", f"data.path={{source}}", "data.val_fraction=0.2", f"out={{out}}", "device=cpu",
+                    "train.dtype=float32", "train.minutes=0", "train.grad_clip=0", "train.log_every=1",
+                    *(own if name == "pretrain" else [f"checkpoint={{folder}}/ckpt_sft.pt"]), *arguments]
+        try:
+            run(script.main)
+        except SystemExit as end:
+            if end.code != 143 or not stop:
+                raise
+        torch.save(seen, Path(out) / f"{{name}}_{{distributed.rank()}}.grads")
+
+if len(sys.argv) > 1:
+    work(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3])
+    sys.exit()
+
+import matplotlib.pyplot, torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.tensor
+device.matmul_rate(torch.device("cpu"), torch.float32)
+for line in sys.stdin:
+    order = json.loads(line)
+    children = []
+    for rank in range(order["processes"]):
+        children.append(os.fork())
+        if children[-1] == 0:
+            signal.alarm(300)
+            os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(order["processes"]),
+                               LOCAL_WORLD_SIZE=str(order["processes"]), MASTER_ADDR="localhost", MASTER_PORT=order["port"])
+            said = os.open(order["said"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(said, 1)
+            os.dup2(said, 2)
+            work(Path(order["folder"]), order["runs"], order["patch"])
+            sys.exit()
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]), flush=True)
 """
 
 
@@ -86,19 +115,42 @@ def torchrun(processes: int, *command: str, nodes: tuple[str, ...] = ()) -> subp
 
 
 @pytest.fixture(scope="module")
-def folder(tok: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tok: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Data, a checkpoint, and `worker.py` at work."""
     folder = work_folder(tmp_path_factory.mktemp("work"), tok)
     (folder / "worker.py").write_text(WORKER.format(root=str(ROOT), tests=str(ROOT / "tests")))
-    return folder
+    forks = subprocess.Popen(
+        [sys.executable, str(folder / "worker.py")],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    SERVERS[folder] = forks
+    yield folder
+    del SERVERS[folder]
+    forks.communicate()
+    assert forks.returncode == 0
 
 
+SERVERS: dict[Path, subprocess.Popen] = {}  # by their folder
 Run = tuple[str, str, int, list[str]]  # stage, out, the step after which it is stopped or 0, arguments
 
 
+def fork_runs(folder: Path, processes: int, *runs: Run, patch: str = "") -> tuple[list[int], str]:
+    """How the processes ended, and what they said."""
+    forks, said = SERVERS[folder], folder / "said.txt"
+    said.unlink(missing_ok=True)
+    order = {"processes": processes, "runs": runs, "patch": patch, "port": str(port())}
+    assert forks.stdin is not None and forks.stdout is not None
+    print(json.dumps(order | {"folder": str(folder), "said": str(said)}), file=forks.stdin, flush=True)
+    return json.loads(forks.stdout.readline()), said.read_text()
+
+
 def launch_runs(folder: Path, processes: int, *runs: Run) -> str:
-    run = torchrun(processes, str(folder / "worker.py"), str(folder), json.dumps(runs))
-    said, _ = run.communicate(timeout=300)
-    assert run.returncode == 0, said
+    codes, said = fork_runs(folder, processes, *runs)
+    assert codes == [0] * processes, said
     return said
 
 
@@ -158,8 +210,8 @@ def assert_same_run(ours: Path, theirs: Path, name: str, processes: int) -> None
 def test_two_agents_with_two_processes_each_are_one_run(folder: Path, one: Path, tmp_path: Path) -> None:
     where = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port()}", "--rdzv-id", "test")
     runs = json.dumps([("sft", str(tmp_path), 0, [*THREE, "parallel=fsdp"])])
-    agents = [torchrun(2, str(folder / "worker.py"), str(folder), runs, nodes=where) for _ in range(2)]
-    said = [agent.communicate(timeout=120)[0] for agent in agents]
+    agents = [torchrun(2, str(folder / "worker.py"), str(folder), runs, "", nodes=where) for _ in range(2)]
+    said = [agent.communicate(timeout=300)[0] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], said
     assert "".join(said).count("step     1  loss") == 1
     assert_same_run(tmp_path, one, "sft", 4)
@@ -212,6 +264,9 @@ def test_a_run_goes_on_with_another_number_of_processes(folder: Path, one: Path,
     assert losses(tmp_path, "sft") == pytest.approx(losses(whole, "sft"), rel=1e-4)
 
 
+DYING = ["train.batch_size=8", "train.micro_batch_size=2", "train.steps=9", "train.eval_every=2"]
+
+
 def test_a_process_that_dies_ends_the_run_in_one_line(folder: Path, tmp_path: Path) -> None:
     dying = """
 def watched(self, scale):
@@ -222,17 +277,15 @@ def watched(self, scale):
 
 optim.Optimizer.step = watched
 """
-    died(folder, tmp_path, dying, "ddp")
-
-
-def died(folder: Path, out: Path, patch: str, parallel: str) -> None:
-    """Run a worker with a patch that kills one process in or after the save of step 4: what is saved is that of step 2."""
-    worker = (folder / "worker.py").read_text()
-    (out / "worker.py").write_text(worker.replace("\nfor name", f"{patch}\nfor name", 1))
-    arguments = [*THREE[1:], "train.steps=9", "train.eval_every=2", f"parallel={parallel}"]
-    run = torchrun(2, str(out / "worker.py"), str(folder), json.dumps([("sft", str(out), 0, arguments)]))
-    said, _ = run.communicate(timeout=120)
+    runs = json.dumps([("sft", str(tmp_path), 0, DYING)])
+    run = torchrun(2, str(folder / "worker.py"), str(folder), runs, dying)
+    said, _ = run.communicate(timeout=300)
     assert run.returncode != 0
+    died(tmp_path, said)
+
+
+def died(out: Path, said: str) -> None:
+    """One process died in or after the save of step 4: what is saved is that of step 2."""
     assert said.count("error: another process of this run has ended") == 1, said
     assert torch.load(out / "resume_sft.pt", weights_only=True)["state"]["step"] == 2
 
@@ -252,10 +305,12 @@ def dies(folder):
 saves = 0
 sharded.gathered_digests = dies
 """
-    died(folder, tmp_path, dying, "fsdp")
+    arguments = [*DYING, "parallel=fsdp"]
+    codes, said = fork_runs(folder, 2, ("sft", str(tmp_path), 0, arguments), patch=dying)
+    assert codes == [1, -signal.SIGKILL]
+    died(tmp_path, said)
     assert len(list(tmp_path.glob("resume_sft.????????"))) == 2
-    arguments = [*THREE[1:], "train.steps=9", "train.eval_every=2", "parallel=fsdp", "train.resume=true"]
-    said = launch_runs(folder, 2, ("sft", str(tmp_path), 0, arguments))
+    said = launch_runs(folder, 2, ("sft", str(tmp_path), 0, [*arguments, "train.resume=true"]))
     assert "resumed at step 2" in said
     kept = {torch.load(file, weights_only=True)["shards"] for file in tmp_path.glob("resume_sft*.pt")}
     assert kept == {path.name for path in tmp_path.glob("resume_sft.????????")} and len(kept) == 2

@@ -248,6 +248,64 @@ def test_a_restored_optimizer_goes_on_bit_by_bit(chosen: OptimConfig) -> None:
         assert torch.equal(a, b), name
 
 
+def moments_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    states = [kept for part in optimizer.parts for kept in part.state.values()]
+    return [moment for kept in states for moment in kept.values() if moment.dim()]
+
+
+@pytest.mark.parametrize("chosen", CHOSEN.values(), ids=CHOSEN)
+def test_moments_that_wait_elsewhere_give_the_same_bits(chosen: OptimConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the host is the same processor; what counts is that the moments at work are copies, a few at a time, and that what waits
+    is brought up to date. A run goes on from the moments of the other kind, too."""
+    models, host = [tiny(), tiny(), tiny()], torch.device("cpu")
+    plain, moved, resumed = (Optimizer(model, chosen, lr=0.01) for model in models)
+    assert moved.host is None  # on a CPU the setting changes nothing
+    moved.host = resumed.host = host
+    brought: list[int] = []
+    for part in moved.parts:
+        step = part.step
+
+        def watched(part=part, step=step) -> None:
+            at_work = [part.state[parameter] for group in part.param_groups for parameter in group["params"]]
+            copies = {moment.data_ptr() for kept in at_work for moment in kept.values() if moment.dim()}
+            assert not copies & places
+            brought.append(len(copies))
+            step()
+
+        monkeypatch.setattr(part, "step", watched)
+    places: set[int] = set()
+    for number in range(4):
+        for model, optimizer in zip(models[: 2 + (number == 3)], (plain, moved, resumed), strict=False):
+            fill_gradients(model, number)
+            optimizer.step(0.7)
+        if number == 0:
+            places = {moment.data_ptr() for moment in moments_of(moved)}
+            brought.clear()
+        assert {moment.data_ptr() for moment in moments_of(moved)} == places  # the same memory, step by step
+        if number == 2:
+            assert brought and set(brought) <= {1, 2}  # a mean, and of AdamW a mean of squares
+            models[2].load_state_dict(models[0].state_dict())
+            resumed.load_state_dict(plain.state_dict())
+            assert not {m.data_ptr() for m in moments_of(resumed)} & {m.data_ptr() for m in moments_of(plain)}
+    for (name, a), b, c in zip(models[0].named_parameters(), *(m.parameters() for m in models[1:]), strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c), name
+    for a, b, c in zip(*map(moments_of, (plain, moved, resumed)), strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    assert [len(g["params"]) for part in plain.parts for g in part.param_groups] == [
+        len(g["params"]) for part in moved.parts for g in part.param_groups
+    ]
+
+
+def test_moments_of_other_shapes_are_refused_elsewhere_too() -> None:
+    narrow, wide = tiny(), tiny(n_embd=64)
+    fill_gradients(wide, 0)
+    given, taking = Optimizer(wide, config(), lr=0.01), Optimizer(narrow, config(), lr=0.01)
+    given.step(1.0)
+    taking.host = torch.device("cpu")
+    with pytest.raises(ValueError, match="of shape"):
+        taking.load_state_dict(given.state_dict())
+
+
 def test_gradients_can_be_dropped() -> None:
     model = tiny()
     optimizer = Optimizer(model, config(**MUON), lr=0.01)

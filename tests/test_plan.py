@@ -2,19 +2,25 @@
 
 import os
 import sys
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import SHAPES, random_ids, tiny_config
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
 import plan as script
 import pretrain
 from base_model import GPT, GPTConfig
 from kv_cache import kv_cache_bytes
-from pocketgpt import config, lora, plan, trainer
+from pocketgpt import config, distributed, lora, plan, trainer
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError
 from pocketgpt.loss import linear_cross_entropy
@@ -154,19 +160,97 @@ def test_the_largest_divisor_that_fits_is_taken(budget: float, rows: int) -> Non
     assert plan.largest_that_fits(12, 100, lambda rows: of(rows if rows < 6 else 50 * rows))[0] == 4
 
 
-def test_fsdp_divides_what_it_divides() -> None:
-    model = GPT(tiny_config(**SMALL))
-    whole = plan.step_memory(
-        lambda: GPT(tiny_config(**SMALL)).train(), 4, 128, optim_of("adamw"), dtype=torch.float32, accumulate=True
+class Polled(plan.Live):
+    """Asks all storages for their size at every operation: FSDP2 empties and fills those it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_iter(made):
+            if isinstance(tensor, torch.Tensor):
+                self.note(distributed.local(tensor).untyped_storage())
+        self.now = sum(storage.nbytes() for held in self.held.values() if (storage := held()) is not None)
+        self.peak = max(self.peak, self.now)
+        return made
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        self.held[storage._cdata] = weakref.ref(storage)
+
+
+@pytest.fixture
+def four() -> Iterator[None]:
+    """One process that takes itself for one of four: what the others would send is not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+    distributed.mesh.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "recompute", "accumulate", "changes"),
+    [
+        ("adamw", False, False, {"n_layer": 4, "n_embd": 128, "vocab_size": 2000}),
+        ("adamw", True, False, {"n_layer": 8, "n_embd": 128}),
+        ("muon", "selective", True, {"n_layer": 6, "n_embd": 96}),
+        ("muon", True, True, {"n_layer": 1, "vocab_size": 8000}),
+    ],
+)
+def test_planned_memory_of_a_divided_model_is_what_a_step_takes(
+    four: None, optimizer: str, recompute: bool | str, accumulate: bool, changes: dict[str, Any]
+) -> None:
+    settings, micro_batches, float32 = optim_of(optimizer), 1 + accumulate, torch.float32
+    size = tiny_config(**SMALL | changes)
+
+    def network() -> GPT:
+        model = GPT(size).train()
+        model.recompute = recompute
+        return model
+
+    model, ids = network(), random_ids(2, 64)
+    planned = plan.step_memory(network, 2, 64, settings, dtype=float32, accumulate=accumulate, ranks=4)
+    trained = distributed.network(model, "fsdp", print)
+    distributed.same_weights(model, trained)
+    stepper = Optimizer(trained, settings, 1e-3)
+    with Polled() as live:
+        for tensor in [*trained.parameters(), *trained.buffers()]:
+            live.note(distributed.local(tensor).untyped_storage())
+        for _ in range(2):  # the second is the steady state
+            live.peak = 0
+            for number in range(micro_batches):
+                trained.set_requires_gradient_sync(number == micro_batches - 1)
+                loss = linear_cross_entropy(trained.hidden_states(ids), trained.lm_head.weight, ids, float32)
+                loss.backward()
+                del loss
+            passing, live.peak = live.peak, 0
+            stepper.step(1.0)
+            stepping, live.peak = live.peak, 0
+        with distributed.whole(model, trained):
+            evaluating = live.peak
+    assert planned.passing == pytest.approx(max(passing, evaluating), rel=0.1)
+    assert planned.stepping == pytest.approx(stepping, rel=0.1)
+    one = plan.step_memory(network, 2, 64, settings, dtype=float32, accumulate=accumulate)
+    assert (planned.weights, planned.optimizer) == (one.weights / 4, one.optimizer / 4)
+    assert planned.gradients == (one.gradients if accumulate else one.gradients / 4)
+    assert planned.activations == one.activations and planned.logits == one.logits
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_moments_in_main_memory_are_not_counted_on_the_gpu(optimizer: str) -> None:
+    def network() -> GPT:
+        return GPT(tiny_config(**SMALL)).train()
+
+    here, there = (
+        plan.step_memory(network, 4, 128, optim_of(optimizer), dtype=torch.float32, offload=offload)
+        for offload in (False, True)
     )
-    shared = plan.fsdp_memory(whole, model, 4)
-    assert (shared.weights, shared.optimizer) == (whole.weights / 4, whole.optimizer / 4)
-    assert shared.activations == whole.activations
-    assert shared.stepping == whole.stepping / 4
-    parameters = sum(p.nbytes for p in model.parameters())
-    gathered = parameters - sum(p.nbytes for p in model.blocks[0].parameters())  # three blocks, two of them
-    resident = whole.weights + whole.gradients + whole.optimizer
-    assert shared.passing == pytest.approx(whole.passing - resident * 3 / 4 + gathered)
+    counts = 4 * sum(p.numel() > 0 for p in network().parameters())  # AdamW counts the steps of each parameter there
+    assert there.optimizer <= counts and there.optimizer + there.host == here.optimizer and here.host == 0
+    assert there.passing == here.passing - there.host
+    assert here.stepping - there.host < there.stepping < here.stepping - 0.4 * there.host  # one after another
+    assert (there.weights, there.gradients, there.activations) == (here.weights, here.gradients, here.activations)
 
 
 # --- kinds of GPU ---------------------------------------------------------------------------------------------------
@@ -256,6 +340,7 @@ def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     ("argument", "message"),
     [
         ("parallel=tp", "choose ddp or fsdp"),
+        ("parallel=fsdp optim.offload=true", "start more of them, or set optim.offload=false"),
         ("mfu=0", "mfu=0"),
         ("mfu=1.5", "mfu=1.5"),
         ("train.recompute=some", "choose false, selective or true"),
@@ -267,7 +352,7 @@ def test_what_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 )
 def test_bad_values_are_one_line(argument: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=message) as error:
-        call(monkeypatch, argument)
+        call(monkeypatch, *argument.split())
     assert "\n" not in str(error.value)
 
 
@@ -323,7 +408,30 @@ def test_free_memory_is_some_of_the_machine() -> None:
     assert 1e7 < machine.free_memory(CPU) <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def test_what_to_try_when_memory_runs_out() -> None:
+def test_the_micro_batch_of_a_divided_model_is_planned_so(four: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of four processes has 3 rows of 12. Where all weights, gradients and moments would take too much, a quarter fits."""
+    monkeypatch.setattr(distributed, "from_main", lambda make: make())
+    model, chosen = GPT(tiny_config(**SMALL | {"n_layer": 8})), {}
+    needs = plan.step_memory(lambda: GPT(model.config).train(), 3, 32, optim_of("adamw"), dtype=torch.float32, ranks=4)
+    there = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    monkeypatch.setattr(machine, "free_memory", lambda device: 1 + (needs.total - there) / plan.SPARE)
+    for parallel in ("ddp", "fsdp"):
+        chosen[parallel] = train_config()
+        said = plan.set_micro_batch(model, chosen[parallel], optim_of("adamw"), 32, torch.float32, parallel)
+    assert chosen["ddp"].micro_batch_size == 1 and chosen["fsdp"].micro_batch_size == 3
+    assert said.startswith(f"train.micro_batch_size=3 of 3 of each process: planned {plan.human(needs.total)}, ")
+    # processes on one machine share its memory
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    plan.set_micro_batch(model, chosen_again := train_config(), optim_of("adamw"), 32, torch.float32, "fsdp")
+    assert chosen_again.micro_batch_size == 1
+
+
+def advice(device: str = "cpu", divided: bool = False, offload: bool = False, **changes: Any) -> str:
+    settings = replace(optim_of("muon"), offload=offload)
+    return trainer.smaller(train_config(**changes), settings, torch.device(device), divided)
+
+
+def test_what_to_try_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Followed step by step, it ends at the smallest that training can be."""
     steps = [(12, False), (6, False), (3, False), (1, False), (1, "selective"), (1, True)]
     wanted = [
@@ -335,4 +443,12 @@ def test_what_to_try_when_memory_runs_out() -> None:
         "a smaller model.block_size",
     ]
     for (rows, recompute), said in zip(steps, wanted, strict=True):
-        assert trainer.smaller(train_config(micro_batch_size=rows, recompute=recompute)).startswith(said)
+        assert advice(micro_batch_size=rows, recompute=recompute).startswith(said)
+    selective = {"micro_batch_size": 1, "recompute": "selective"}
+    assert advice("cuda", **selective).startswith("optim.offload=true ")
+    assert advice("cuda", offload=True, **selective).startswith("train.recompute=true ")
+    monkeypatch.setattr(distributed, "world", lambda: 4)  # of 12 rows each has 3
+    assert advice(micro_batch_size=12).startswith("train.micro_batch_size=1 (3 now, ")
+    assert advice("cuda", **selective).startswith("parallel=fsdp ")
+    assert advice("cuda", divided=True, **selective).startswith("train.recompute=true ")
+    assert advice("cuda", divided=True, micro_batch_size=1, recompute=True).startswith("more processes")

@@ -223,6 +223,21 @@ def test_a_run_may_move(half: list[str], tmp_path: Path, data: Path) -> None:
     call(pretrain.main, [*moved, "train.resume=true"])
 
 
+def test_what_lack_of_memory_asks_for_may_change(
+    half: list[str], whole: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Moments stay where they are on a CPU, which is said; recomputing gives the same bits, other micro-batches other dropout."""
+    call(pretrain.main, [*half, "train.recompute=true", "optim.offload=true", "train.resume=true"])
+    assert capsys.readouterr().out.count("optim.offload: moments on cpu are in main memory anyway") == 1
+    assert same(result(tmp_path / "out", "base"), result(whole, "base"))
+    with pytest.raises(UserError, match=r"parallel=fsdp: moments are divided .* or set optim.offload=false"):
+        call(pretrain.main, [*half, "optim.offload=true", "parallel=fsdp"])
+    given = arguments("base", data, tmp_path / "smaller")
+    interrupted(pretrain.main, given, 2, signal.SIGINT)
+    call(pretrain.main, [*given, "train.micro_batch_size=1", "train.resume=true"])
+    assert torch.load(tmp_path / "smaller" / "ckpt_base.pt", weights_only=True)["step"] == STEPS
+
+
 def test_data_that_has_changed_is_named(whole: Path, data: Path, tmp_path: Path) -> None:
     files = tmp_path / "texts"
     files.mkdir()
