@@ -224,6 +224,9 @@ bool matrix_unit() {
   return allowed;
 }
 
+// What lies in memory is as the source says: gcc does not know what the instructions of the unit read and write.
+inline void settle(const void* p) { __asm__ volatile("" : : "r"(p) : "memory"); }
+
 // sums (M, NV) += x times the weights of NV panels. The unit multiplies 16 rows of 16 pairs with 16 pairs of 16 outputs,
 // each row for itself. Tiles 0 to 3 are sums, 4 is x, 5 and 6 are weights.
 template <int NV>
@@ -241,10 +244,12 @@ void add_tiles(const Product& p, const Pair* w, Floats* sums) {
       const int64_t rows = std::min<int64_t>(16, p.M - m);
       if (rows != set) {
         for (int i = 0; i < 5; ++i) shape.rows[i] = rows;
+        settle(&shape);
         _tile_loadconfig(&shape);
         set = rows;
       }
       Floats* out = sums + m * NV;
+      settle(out);
       _tile_loadd(0, out, line);
       if constexpr (NV == 4) {
         _tile_loadd(1, out + 1, line);
@@ -272,6 +277,7 @@ void add_tiles(const Product& p, const Pair* w, Floats* sums) {
         _tile_stored(2, out + 2, line);
         _tile_stored(3, out + 3, line);
       }
+      settle(out);
     }
   _tile_release();
 }
