@@ -37,6 +37,7 @@ CONTEXTS = (64, 512, 2048)  # tokens of the prompt
 ROWS = 32
 ENGINES = {  # name -> (kind and variant of engines.py, precisions)
     "ours": ("ours", "packed", ("float32", "bfloat16", "int8")),
+    "ours, bf16 K/V": ("ours", "bf16kv", ("float32", "bfloat16")),
     "ours, no cache": ("ours", "nocache", ("float32",)),
     "hf dynamic": ("transformers", "dynamic", ("float32", "bfloat16")),
     "hf static": ("transformers", "static", ("float32", "bfloat16")),
@@ -272,7 +273,10 @@ class Bench:
             self.rate("float32", ours, "batch32"), self.rate("float32", peer, "batch32")
         )
         found["lookup_speedup"] = round(lookup, 3) if lookup else None
-        found["ctx2048_vs_64"] = share(self.rate("float32", ours, "ctx2048"), plain)
+        for name, suffix in ((ours, ""), ("ours, bf16 K/V", "_kv_bf16")):
+            for precision in ("float32", "bfloat16"):
+                near, far = (self.rate(precision, name, measure) for measure in ("ctx64", "ctx2048"))
+                found[f"ctx2048_vs_64{suffix}" + "_bf16" * (precision == "bfloat16")] = share(far, near)
         return found
 
     def agreement(self) -> dict[str, int]:
@@ -293,6 +297,8 @@ def may(name: str, measure: str) -> bool:
         return measure == "ctx64"
     if name == "hf static":
         return measure.startswith("ctx")
+    if name == "ours, bf16 K/V":
+        return measure in ("ctx64", "ctx2048")
     return {"sequential": name == "ours", "ragged": name != "llama.cpp"}.get(measure, True)
 
 
@@ -334,12 +340,13 @@ def plot(benches: Sequence[Bench], path: Path) -> None:
     for (left, right), bench in zip(axes, benches, strict=True):
         for i, name in enumerate(names):
             rates = [bench.rate(precision, name, "ctx64") or 0 for precision in bench.cfg.precisions]
-            places = [x + (i - 1.5) * 0.2 for x in range(len(rates))]
-            bars = left.bar(places, rates, 0.2, label=name)
+            places = [x + (i - 2) * 0.17 for x in range(len(rates))]
+            bars = left.bar(places, rates, 0.17, label=name)
             left.bar_label(bars, [f"{rate:,.0f}" if rate else "" for rate in rates], fontsize=7)
-            line = [bench.rate("float32", name, f"ctx{length}") for length in CONTEXTS]
-            if all(line):
-                right.plot(CONTEXTS, line, marker="o", label=name)
+            line = [(length, bench.rate("float32", name, f"ctx{length}")) for length in CONTEXTS]
+            line = [(length, rate) for length, rate in line if rate]
+            if line:
+                right.plot(*zip(*line, strict=True), marker="o", label=name)
         left.set_xticks(range(len(bench.cfg.precisions)), [SHORT[precision] for precision in bench.cfg.precisions])
         left.set(title=f"{bench.shape}: decode, batch 1, prompt of 64", ylabel="tokens/s")
         right.set(

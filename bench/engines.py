@@ -112,7 +112,7 @@ class TorchEngine(Engine):
 
 
 class Ours(TorchEngine):
-    """base_model.GPT (variant nocache) and kv_cache.CachedGPT (packed). All calls into them are here."""
+    """base_model.GPT (variant nocache) and kv_cache.CachedGPT (packed; bf16kv with keys and values in bfloat16). All calls into them are here."""
 
     def setup(self) -> dict[str, Any]:
         self.start()
@@ -126,7 +126,7 @@ class Ours(TorchEngine):
         note = ""
         if self.variant != "nocache":
             note = kernels.build() if self.device == "cpu" else ""
-            model.pack(self.precision)
+            model.pack(self.precision, "bfloat16" if self.variant == "bf16kv" else "float32")
         self.model = model
         self.generate([list(range(1, 65))], 8)
         n = self.read_parameters()
@@ -134,7 +134,7 @@ class Ours(TorchEngine):
             n / self.config["n_embd"]
         )  # about: the scales of int8 are one float per row, those of int4 per 32 weights
         weight_bytes = {"float32": 4 * n, "bfloat16": 2 * n, "int8": n + 4 * rows, "int4": n / 2 + n / 8}
-        kv = 4 * self.kv_elements()
+        kv = (2 if self.variant == "bf16kv" else 4) * self.kv_elements()
         return {
             "weight_bytes": round(weight_bytes[self.precision]),
             "kv_bytes": kv,

@@ -25,6 +25,10 @@
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace {
 
@@ -44,6 +48,10 @@ constexpr int WIDE = 1;         // as many accumulators as there are registers
 constexpr int64_t QUERIES = 4;  // that attention serves with each key that it reads
 constexpr int64_t MANY = 48;    // rows from which weights are widened into a buffer first
 
+struct Pair {  // bfloat16: two numbers that follow each other along K
+  at::BFloat16 one[2];
+};
+
 struct Nibbles {  // int4: 16 bytes hold GROUP values, the first half of them in the low nibbles, each plus 8
   uint8_t pair;
 };
@@ -62,6 +70,15 @@ inline Floats widen(const float* p) { return load<Floats>(p); }
 inline Floats widen(const at::BFloat16* p) {  // bfloat16 is the upper half of a float32
   Ints bits = __builtin_convertvector(load<Halves>(p), Ints) << 16;
   return load<Floats>(&bits);
+}
+
+inline Halves narrow(Floats v) {  // to the nearest bfloat16, or the even one of two
+#ifdef __AVX512BF16__
+  return (Halves)_mm512_cvtneps_pbh((__m512)v);
+#else
+  const Ints bits = load<Ints>(&v);
+  return __builtin_convertvector(v == v ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : Ints{} + 0x7fc0, Halves);
+#endif
 }
 
 inline Ints widen_bytes(Bytes b) {
@@ -138,12 +155,46 @@ inline void dots(const float* x, const Nibbles* w, const float* scale, int64_t K
   }
 }
 
+// Both rounded to bfloat16, as the processors that multiply it want them; products and sums are float32.
+template <int MR, int NV>
+inline void dots(const Pair* x, const Pair* w, const float*, int64_t K, int64_t from, int64_t to, Floats (&acc)[MR][NV]) {
+  for (int64_t k = from / 2; k < to / 2; ++k) {
+    Ints b[NV];
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) b[v] = load<Ints>(w + (v * K / 2 + k) * LANES);
+#pragma GCC unroll 8
+    for (int m = 0; m < MR; ++m) {
+      const int32_t pair = load<int32_t>(x + m * K / 2 + k);
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; ++v) {
+#ifdef __AVX512BF16__
+        acc[m][v] = (Floats)_mm512_dpbf16_ps((__m512)acc[m][v], (__m512bh)_mm512_set1_epi32(pair), (__m512bh)b[v]);
+#else
+        const Ints even = b[v] << 16, odd = b[v] >> 16 << 16;
+        const int32_t first = pair << 16, second = pair >> 16 << 16;
+        acc[m][v] += load<float>(&first) * load<Floats>(&even);
+        acc[m][v] += load<float>(&second) * load<Floats>(&odd);
+#endif
+      }
+    }
+  }
+}
+
+template <typename W>
+using Factor = std::conditional_t<std::is_same_v<W, Pair>, Pair, float>;  // what weights of this kind are multiplied with
+
 struct Product {
-  const float *x, *scale, *bias;
+  const void* x;  // (M, K) of Factor<W>
+  const float *scale, *bias;
   float* y;
   int64_t M, N, K;
   bool add;  // to what y holds
 };
+
+template <typename W>
+inline const Factor<W>* row(const Product& p, int64_t m) {
+  return static_cast<const Factor<W>*>(p.x) + m * p.K / (std::is_same_v<W, Pair> ? 2 : 1);
+}
 
 // The first n of LANES floats at p; the others are 0.
 inline Floats part(const float* p, int64_t n) {
@@ -153,68 +204,161 @@ inline Floats part(const float* p, int64_t n) {
   return v;
 }
 
-// y[m .. m + MR, NV panels from `panel`] from their weights at w.
-template <int MR, int NV, typename W>
-void tile(const Product& p, const W* w, const float* group_scales, int64_t m, int64_t panel) {
-  Floats acc[MR][NV] = {};
-  for (int64_t k = 0; k < p.K; k += RUN) {  // one running sum over all of K would round several times as much
-    Floats some[MR][NV] = {};
-    dots<MR, NV>(p.x + m * p.K, w, group_scales, p.K, k, std::min(k + RUN, p.K), some);
-    for (int i = 0; i < MR; ++i)
-      for (int v = 0; v < NV; ++v) acc[i][v] += some[i][v];
+// f(first, width) for the parts of n numbers that fit into a vector.
+template <typename F>
+inline void parts(int64_t n, F f) {
+  int64_t i = 0;
+  for (; i + LANES <= n; i += LANES) f(i, static_cast<int64_t>(LANES));
+  if (i < n) f(i, n - i);
+}
+
+struct Scratch {
+  std::vector<float> weights;
+  std::vector<Floats> sums;
+};
+
+#ifdef __AMX_BF16__
+// Whether the operating system lets this process use the matrix unit (AMX): arch_prctl(ARCH_REQ_XCOMP_PERM, tile data).
+bool matrix_unit() {
+  static const bool allowed = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+  return allowed;
+}
+
+// What lies in memory is as the source says: gcc does not know what the instructions of the unit read and write.
+inline void settle(const void* p) { __asm__ volatile("" : : "r"(p) : "memory"); }
+
+// sums (M, NV) += x times the weights of NV panels. The unit multiplies 16 rows of 16 pairs with 16 pairs of 16 outputs,
+// each row for itself. Tiles 0 to 3 are sums, 4 is x, 5 and 6 are weights.
+template <int NV>
+void add_tiles(const Product& p, const Pair* w, Floats* sums) {
+  struct {
+    uint8_t palette = 1, start = 0, unused[14] = {};
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {0, 0, 0, 0, 0, 16, 16};
+  } shape;
+  constexpr int64_t STEP = 32, SOME = 256;  // so many of four panels fit into the first-level cache
+  constexpr int64_t line = NV * sizeof(Floats);
+  int64_t set = 0;
+  for (int64_t from = 0; from < p.K; from += SOME)
+    for (int64_t m = 0; m < p.M; m += 16) {
+      const int64_t rows = std::min<int64_t>(16, p.M - m);
+      if (rows != set) {
+        for (int i = 0; i < 5; ++i) shape.rows[i] = rows;
+        settle(&shape);
+        _tile_loadconfig(&shape);
+        set = rows;
+      }
+      Floats* out = sums + m * NV;
+      settle(out);
+      _tile_loadd(0, out, line);
+      if constexpr (NV == 4) {
+        _tile_loadd(1, out + 1, line);
+        _tile_loadd(2, out + 2, line);
+        _tile_loadd(3, out + 3, line);
+      }
+      for (int64_t k = from; k < std::min(from + SOME, p.K); k += STEP) {
+        const Pair* b = w + k / 2 * LANES;
+        const int64_t next = p.K / 2 * LANES;
+        _tile_loadd(4, row<Pair>(p, m) + k / 2, p.K * 2);
+        _tile_loadd(5, b, 64);
+        _tile_dpbf16ps(0, 4, 5);
+        if constexpr (NV == 4) {
+          _tile_loadd(6, b + next, 64);
+          _tile_dpbf16ps(1, 4, 6);
+          _tile_loadd(5, b + 2 * next, 64);
+          _tile_dpbf16ps(2, 4, 5);
+          _tile_loadd(6, b + 3 * next, 64);
+          _tile_dpbf16ps(3, 4, 6);
+        }
+      }
+      _tile_stored(0, out, line);
+      if constexpr (NV == 4) {
+        _tile_stored(1, out + 1, line);
+        _tile_stored(2, out + 2, line);
+        _tile_stored(3, out + 3, line);
+      }
+      settle(out);
+    }
+  _tile_release();
+}
+#endif
+
+// sums (M, NV) += x times the weights of NV panels. Each run of products has a sum of its own, which joins the others: one
+// running sum over all of K would round several times as much. All rows take the weights of a run while the first-level
+// cache holds them.
+template <int NV, typename W>
+void add_panels(const Product& p, const W* w, const float* group_scales, Floats* sums) {
+  for (int64_t k = 0; k < p.K; k += RUN) {
+    auto add = [&]<int MR>(int64_t m) {
+      Floats some[MR][NV] = {};
+      dots<MR, NV>(row<W>(p, m), w, group_scales, p.K, k, std::min(k + RUN, p.K), some);
+      for (int i = 0; i < MR; ++i)
+        for (int v = 0; v < NV; ++v) sums[(m + i) * NV + v] += some[i][v];
+    };
+    int64_t m = 0;
+    for (; m + 6 <= p.M; m += 6) add.template operator()<6>(m);
+    switch (p.M - m) {
+      case 1: add.template operator()<1>(m); break;
+      case 2: add.template operator()<2>(m); break;
+      case 3: add.template operator()<3>(m); break;
+      case 4: add.template operator()<4>(m); break;
+      case 5: add.template operator()<5>(m); break;
+    }
   }
+}
+
+// y for NV panels from `panel` on, from their weights at w.
+template <int NV, typename W>
+void panels(const Product& p, const W* w, const float* group_scales, int64_t panel, Scratch& scratch) {
+  scratch.sums.assign(p.M * NV, Floats{});
+  auto add = [&] {
+#ifdef __AMX_BF16__
+    if constexpr (std::is_same_v<W, Pair>)
+      if (matrix_unit()) return add_tiles<NV>(p, w, scratch.sums.data());
+#endif
+    add_panels<NV>(p, w, group_scales, scratch.sums.data());
+  };
+  add();
   for (int v = 0; v < NV; ++v) {
     const int64_t n = (panel + v) * LANES, width = std::min<int64_t>(LANES, p.N - n);
     const Floats scale = p.scale ? part(p.scale + n, width) : Floats{} + 1.0f;
     const Floats bias = p.bias ? part(p.bias + n, width) : Floats{};
-    for (int i = 0; i < MR; ++i) {
-      float* out = p.y + (m + i) * p.N + n;
-      Floats y = fused(acc[i][v], scale, bias);
+    for (int64_t m = 0; m < p.M; ++m) {
+      float* out = p.y + m * p.N + n;
+      Floats y = fused(scratch.sums[m * NV + v], scale, bias);
       if (p.add) y = part(out, width) + y;
       std::memcpy(out, &y, width * sizeof(float));
     }
   }
 }
 
-template <int NV, typename W>
-void panels(const Product& p, const W* w, const float* group_scales, int64_t panel) {
-  int64_t m = 0;
-  for (; m + 6 <= p.M; m += 6) tile<6, NV>(p, w, group_scales, m, panel);
-  switch (p.M - m) {
-    case 1: return tile<1, NV>(p, w, group_scales, m, panel);
-    case 2: return tile<2, NV>(p, w, group_scales, m, panel);
-    case 3: return tile<3, NV>(p, w, group_scales, m, panel);
-    case 4: return tile<4, NV>(p, w, group_scales, m, panel);
-    case 5: return tile<5, NV>(p, w, group_scales, m, panel);
-  }
-}
-
 // Many rows: widen the weights of NV panels once, to what `dots` would have made of them each time.
 template <int NV, typename W>
-void widened(const Product& p, const W* w, const float* group_scales, int64_t panel, std::vector<float>& scratch) {
-  scratch.resize(NV * p.K * LANES);
+void widened(const Product& p, const W* w, const float* group_scales, int64_t panel, Scratch& scratch) {
+  scratch.weights.resize(NV * p.K * LANES);
   if constexpr (std::is_same_v<W, Nibbles>) {
     for (int64_t k = 0; k < NV * p.K; ++k) {
       const Ints pair = widen_bytes(load<Bytes>(w + k / 2 * LANES));
       const Floats value = __builtin_convertvector(((k % 2 ? pair >> 4 : pair) & 15) - 8, Floats);
-      store(scratch.data() + k * LANES, value * load<Floats>(group_scales + k / GROUP * LANES));
+      store(scratch.weights.data() + k * LANES, value * load<Floats>(group_scales + k / GROUP * LANES));
     }
   } else {
-    for (int64_t k = 0; k < NV * p.K; ++k) store(scratch.data() + k * LANES, widen(w + k * LANES));
+    for (int64_t k = 0; k < NV * p.K; ++k) store(scratch.weights.data() + k * LANES, widen(w + k * LANES));
   }
-  panels<NV>(p, scratch.data(), nullptr, panel);
+  panels<NV>(p, scratch.weights.data(), nullptr, panel, scratch);
 }
 
 // The share [begin, end) of the panels of y.
 template <typename W>
-void multiply(Product p, const W* w, int64_t begin, int64_t end, std::vector<float>& scratch) {
+void multiply(Product p, const W* w, int64_t begin, int64_t end, Scratch& scratch) {
   constexpr bool grouped = std::is_same_v<W, Nibbles>;
   const float* group_scales = grouped ? p.scale : nullptr;
   if (grouped) p.scale = nullptr;
   auto some = [&]<int NV>(int64_t panel) {
-    const W* here = w + panel * LANES * (grouped ? p.K / 2 : p.K);
+    const W* here = w + panel * LANES * p.K / (grouped || std::is_same_v<W, Pair> ? 2 : 1);
     const float* scales = grouped ? group_scales + panel * LANES * (p.K / GROUP) : nullptr;
-    if (p.M < MANY || std::is_same_v<W, float>) panels<NV>(p, here, scales, panel);
+    if constexpr (std::is_same_v<W, float> || std::is_same_v<W, Pair>) panels<NV>(p, here, scales, panel, scratch);
+    else if (p.M < MANY) panels<NV>(p, here, scales, panel, scratch);
     else widened<NV>(p, here, scales, panel, scratch);
   };
   int64_t n = begin;
@@ -230,19 +374,33 @@ struct Matrix {
   OptionalTensor scale, bias;
   int64_t N;
 
-  int64_t K() const { return weight.size(1) * (weight.scalar_type() == at::kByte ? 2 : 1); }
+  bool paired() const { return weight.scalar_type() == at::kBFloat16; }
+  // Of the packed weights: bfloat16 is padded with zeros to a multiple of 32.
+  int64_t K() const { return weight.size(1) * (paired() || weight.scalar_type() == at::kByte ? 2 : 1); }
   int64_t panels() const { return (N + LANES - 1) / LANES; }
 
+  // Rows [begin, end) of x (M, width) as `multiply` wants them for bfloat16, (M, K / 2).
+  void pair(const float* x, int64_t width, int64_t begin, int64_t end, Pair* out) const {
+    for (int64_t m = begin; m < end; ++m) {
+      at::BFloat16* to = out[m * K() / 2].one;
+      parts(width, [&](int64_t k, int64_t n) {
+        const Halves halves = narrow(part(x + m * width + k, n));
+        std::memcpy(to + k, &halves, n * sizeof(at::BFloat16));
+      });
+      std::fill(to + width, to + K(), at::BFloat16(0.0f));
+    }
+  }
+
   // y (M, N) = x (M, K) times the weights, or y plus that; panels [begin, end) of it.
-  void multiply(const float* x, int64_t M, float* y, bool add, int64_t begin, int64_t end,
-                std::vector<float>& scratch) const {
+  void multiply(const void* x, int64_t M, float* y, bool add, int64_t begin, int64_t end,
+                Scratch& scratch) const {
     const Product p{x, scale ? scale->const_data_ptr<float>() : nullptr, bias ? bias->const_data_ptr<float>() : nullptr,
                     y, M, N, K(), add};
     switch (weight.scalar_type()) {
       case at::kFloat: return ::multiply(p, weight.const_data_ptr<float>(), begin, end, scratch);
-      case at::kBFloat16: return ::multiply(p, weight.const_data_ptr<at::BFloat16>(), begin, end, scratch);
+      case at::kBFloat16: return ::multiply(p, static_cast<const Pair*>(weight.const_data_ptr()), begin, end, scratch);
       case at::kChar: return ::multiply(p, weight.const_data_ptr<int8_t>(), begin, end, scratch);
-      default: ::multiply(p, reinterpret_cast<const Nibbles*>(weight.const_data_ptr<uint8_t>()), begin, end, scratch);
+      default: ::multiply(p, static_cast<const Nibbles*>(weight.const_data_ptr()), begin, end, scratch);
     }
   }
 };
@@ -253,47 +411,55 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const OptionalTensor
   auto sizes = x.sizes().vec();
   sizes.back() = N;
   const at::Tensor flat = x.contiguous(), y = at::empty(sizes, x.options());
+  const int64_t M = x.numel() / x.size(-1);
+  std::vector<Pair> pairs(matrix.paired() ? M * matrix.K() / 2 : 0);
+  const float* from = flat.const_data_ptr<float>();
+  if (matrix.paired())
+    at::parallel_for(0, M, 16, [&](int64_t begin, int64_t end) { matrix.pair(from, x.size(-1), begin, end, pairs.data()); });
   at::parallel_for(0, matrix.panels(), 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> scratch;
-    matrix.multiply(flat.const_data_ptr<float>(), x.numel() / x.size(-1), y.mutable_data_ptr<float>(), false, begin,
-                    end, scratch);
+    Scratch scratch;
+    const void* factors = matrix.paired() ? static_cast<const void*>(pairs.data()) : from;
+    matrix.multiply(factors, M, y.mutable_data_ptr<float>(), false, begin, end, scratch);
   });
   return y;
 }
 
 template <typename W>
-void gather(const W* w, const float* scale, int64_t id, int64_t K, float* out) {
+void gather(const W* w, const float* scale, int64_t id, int64_t K, int64_t width, float* out) {
   const int64_t panel = id / LANES, lane = id % LANES;
-  for (int64_t k = 0; k < K; ++k) {
+  for (int64_t k = 0; k < width; ++k) {
+    const int64_t at = (panel * K + k) / 2 * LANES + lane;  // of two weights
     if constexpr (std::is_same_v<W, Nibbles>) {
-      const uint8_t pair = w[(panel * K + k) / 2 * LANES + lane].pair;
+      const uint8_t pair = w[at].pair;
       out[k] = static_cast<float>((k % 2 ? pair >> 4 : pair & 15) - 8) * scale[(panel * K + k) / GROUP * LANES + lane];
+    } else if constexpr (std::is_same_v<W, Pair>) {
+      out[k] = one(&w[at].one[k % 2]);
     } else {
       out[k] = one(w + (panel * K + k) * LANES + lane) * (scale ? scale[id] : 1.0f);
     }
   }
 }
 
-// Row id of packed weights.
-void gather(const Matrix& m, int64_t id, float* out) {
+// The first `width` weights of row id.
+void gather(const Matrix& m, int64_t id, int64_t width, float* out) {
   const float* s = m.scale ? m.scale->const_data_ptr<float>() : nullptr;
   switch (m.weight.scalar_type()) {
-    case at::kFloat: return gather(m.weight.const_data_ptr<float>(), s, id, m.K(), out);
-    case at::kBFloat16: return gather(m.weight.const_data_ptr<at::BFloat16>(), s, id, m.K(), out);
-    case at::kChar: return gather(m.weight.const_data_ptr<int8_t>(), s, id, m.K(), out);
-    default: gather(reinterpret_cast<const Nibbles*>(m.weight.const_data_ptr<uint8_t>()), s, id, m.K(), out);
+    case at::kFloat: return gather(m.weight.const_data_ptr<float>(), s, id, m.K(), width, out);
+    case at::kBFloat16: return gather(static_cast<const Pair*>(m.weight.const_data_ptr()), s, id, m.K(), width, out);
+    case at::kChar: return gather(m.weight.const_data_ptr<int8_t>(), s, id, m.K(), width, out);
+    default: gather(static_cast<const Nibbles*>(m.weight.const_data_ptr()), s, id, m.K(), width, out);
   }
 }
 
-// Rows idx of packed weights, (..., K). An operation of its own, so that no compiler fuses it with the norm that follows
-// and sums its squares in an order that depends on how many rows there are.
-at::Tensor rows(const at::Tensor& idx, const at::Tensor& w, const OptionalTensor& scale) {
+// Rows idx of packed weights, (..., width). An operation of its own, so that no compiler fuses it with the norm that
+// follows and sums its squares in an order that depends on how many rows there are.
+at::Tensor rows(const at::Tensor& idx, const at::Tensor& w, const OptionalTensor& scale, int64_t width) {
   const Matrix matrix{w, scale, std::nullopt, 0};
   auto sizes = idx.sizes().vec();
-  sizes.push_back(matrix.K());
+  sizes.push_back(width);
   const at::Tensor flat = idx.contiguous(), y = at::empty(sizes, w.options().dtype(at::kFloat));
   for (int64_t i = 0; i < idx.numel(); ++i)
-    gather(matrix, flat.const_data_ptr<int64_t>()[i], y.mutable_data_ptr<float>() + i * matrix.K());
+    gather(matrix, flat.const_data_ptr<int64_t>()[i], width, y.mutable_data_ptr<float>() + i * width);
   return y;
 }
 
@@ -451,14 +617,6 @@ at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
   return y;
 }
 
-// f(first, width) for the parts of n numbers that fit into a vector.
-template <typename F>
-inline void parts(int64_t n, F f) {
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) f(i, static_cast<int64_t>(LANES));
-  if (i < n) f(i, n - i);
-}
-
 inline void store(float* p, Floats v, int64_t n) { std::memcpy(p, &v, n * sizeof(float)); }
 
 // RMSNorm, or LayerNorm if `centre`; without a weight nothing at all.
@@ -599,26 +757,37 @@ struct Network : torch::CustomClassHolder {
 
   template <typename T>
   void forward(const Batch& batch, const Tensors& keys, const Tensors& values, float* out) const {
-    const int64_t M = batch.tokens.size(), group = n_head / n_kv_head, inner = layers[0].down.K();
-    const int64_t N = layers[0].qkv.N, up_width = layers[0].up.N, heads = n_head * D;
+    const int64_t M = batch.tokens.size(), group = n_head / n_kv_head, gated = mlp == "swiglu" ? 2 : 1;
+    const int64_t N = layers[0].qkv.N, up_width = layers[0].up.N, inner = up_width / gated, heads = n_head * D;
     at::Tensor x_ = at::empty({M, C}), qkv_ = at::empty({M, N}), y_ = at::empty({M, heads}), up_ = at::empty({M, up_width});
     at::Tensor hidden_ = at::empty({M, inner});
     const int threads = at::get_num_threads();
-    const bool few = M <= 2;  // each thread norms these for itself, which takes less than a wait
+    const bool few = M <= 2;  // each thread norms and rounds these for itself, which takes less than a wait
+    int64_t widest = 0;  // of what is multiplied, in pairs
+    for (const Matrix* matrix : {&layers[0].qkv, &layers[0].o, &layers[0].down})
+      if (matrix->paired()) widest = std::max(widest, matrix->K() / 2);
+    std::vector<Pair> pairs_((few ? threads : 1) * M * widest);
     at::Tensor normed_ = at::empty({few ? threads * M : M, C});
     float *x = x_.mutable_data_ptr<float>(), *qkv = qkv_.mutable_data_ptr<float>(), *y = y_.mutable_data_ptr<float>();
     float *up = up_.mutable_data_ptr<float>(), *hidden = hidden_.mutable_data_ptr<float>();
     together([&](Team team) {
-      std::vector<float> scratch, scores(QUERIES * (batch.longest + LANES));
+      Scratch scratch;
+      std::vector<float> scores(QUERIES * (batch.longest + LANES));
       float* normed = normed_.mutable_data_ptr<float>() + (few ? team.id * M * C : 0);
+      Pair* pairs = pairs_.data() + (few ? team.id * M * widest : 0);
       auto norm = [&](const Norm& norm) {
         const auto [begin, end] = few ? std::pair<int64_t, int64_t>{0, M} : team.share(M, 1);
         for (int64_t m = begin; m < end; ++m) norm(x + m * C, C, normed + m * C);
         if (!few) team.wait();
       };
-      auto multiply = [&](const Matrix& matrix, const float* from, float* to, bool add = false) {
+      auto multiply = [&](const Matrix& matrix, const float* from, int64_t width, float* to, bool add = false) {
         const auto [begin, end] = team.share(matrix.panels(), WIDE);
-        matrix.multiply(from, M, to, add, begin, end, scratch);
+        if (matrix.paired()) {
+          const auto [first, last] = few ? std::pair<int64_t, int64_t>{0, M} : team.share(M, 1);
+          matrix.pair(from, width, first, last, pairs);
+          if (!few) team.wait();
+        }
+        matrix.multiply(matrix.paired() ? static_cast<const void*>(pairs) : from, M, to, add, begin, end, scratch);
         team.wait();
       };
       // Norms and turns the queries and the key of a head of token m, in place, and keeps the key and its value.
@@ -667,7 +836,7 @@ struct Network : torch::CustomClassHolder {
       };
       const auto [from, to] = team.share(M, 1);
       for (int64_t m = from; m < to; ++m) {
-        gather(embed, batch.tokens[m].id, x + m * C);
+        gather(embed, batch.tokens[m].id, C, x + m * C);
         if (learned) {
           const float* p = learned->const_data_ptr<float>() + batch.tokens[m].position * C;
           parts(C, [&](int64_t i, int64_t n) { store(x + m * C + i, part(x + m * C + i, n) + part(p + i, n), n); });
@@ -677,13 +846,13 @@ struct Network : torch::CustomClassHolder {
       for (size_t i = 0; i < layers.size(); ++i) {
         const Layer& l = layers[i];
         norm(l.attn_norm);
-        multiply(l.qkv, normed, qkv);
+        multiply(l.qkv, normed, C, qkv);
         attend(l, i);
-        multiply(l.o, y, x, true);
+        multiply(l.o, y, heads, x, true);
         norm(l.mlp_norm);
-        multiply(l.up, normed, up);
+        multiply(l.up, normed, C, up);
         activate(up, hidden, M, inner, team);
-        multiply(l.down, hidden, x, true);
+        multiply(l.down, hidden, inner, x, true);
       }
       for (int64_t m = from; m < to; ++m) final(x + m * C, C, out + m * C);
     });
@@ -723,7 +892,7 @@ struct Network : torch::CustomClassHolder {
 
 TORCH_LIBRARY(pocketgpt, m) {
   m.def("linear(Tensor x, Tensor w, Tensor? scale, Tensor? bias, int n) -> Tensor");
-  m.def("rows(Tensor idx, Tensor w, Tensor? scale) -> Tensor");
+  m.def("rows(Tensor idx, Tensor w, Tensor? scale, int width) -> Tensor");
   m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? mask) -> Tensor");
   m.class_<Network>("Network")
       .def(torch::init<std::vector<OptionalTensor>, std::vector<int64_t>, int64_t, int64_t, int64_t, std::string, bool, double>())

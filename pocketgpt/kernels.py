@@ -73,7 +73,7 @@ def build() -> str:
         return f"the C++ kernels do not load: {str(error)[:160]}"
     torch.library.register_fake("pocketgpt::linear", lambda x, w, scale, bias, n: x.new_empty(*x.shape[:-1], n))
     torch.library.register_fake(
-        "pocketgpt::rows", lambda idx, w, _: w.new_empty(*idx.shape, width(w), dtype=torch.float32)
+        "pocketgpt::rows", lambda idx, w, _, width: w.new_empty(*idx.shape, width, dtype=torch.float32)
     )
     torch.library.register_fake("pocketgpt::attend", lambda q, k, v, mask: q.new_empty(q.shape))
     loaded = True
@@ -85,14 +85,9 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None,
     return torch.ops.pocketgpt.linear(x, weight, scale, bias, n)
 
 
-def rows(idx: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-    """Rows idx (...) int64 of packed weights -> (..., K) float32."""
-    return torch.ops.pocketgpt.rows(idx, weight, scale)
-
-
-def width(weight: Tensor) -> int:
-    """K of packed weights; int4 has two to a byte."""
-    return weight.size(1) * (2 if weight.dtype == torch.uint8 else 1)
+def rows(idx: Tensor, weight: Tensor, scale: Tensor | None, width: int) -> Tensor:
+    """Rows idx (...) int64 of packed weights -> (..., width) float32."""
+    return torch.ops.pocketgpt.rows(idx, weight, scale, width)
 
 
 def can_attend(q: Tensor, k: Tensor) -> bool:

@@ -1,12 +1,13 @@
 """Weights in fewer bytes, for inference: a decode step reads every weight once, so fewer bytes are more tokens per second.
 
     float32    as trained                                                       4      bytes per weight
-    bfloat16   rounded to 8 bits of mantissa                                    2
+    bfloat16   rounded to 8 bits of mantissa, like what they are multiplied with  2
     int8       one float32 scale per output channel                             1
     int4       one float32 scale per 32 weights along the input                 0.625
 
-Only weights are rounded: activations, sums, keys and values stay float32, which makes a packed model exactly the float32
-model whose weights went through `rounded`, and kv_cache.py proves it so.
+Sums are float32, and in all formats but bfloat16 only weights are rounded. Processors that multiply bfloat16 take both
+factors in it, which doubles their speed and more (docs/LOG.md). A packed model is the float32 model that went through
+`rounded`, and kv_cache.py proves it so.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ Model = TypeVar("Model", bound=nn.Module)
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 LANES = 16  # outputs in a panel; kernels.cpp relies on both
 GROUP = 32  # int4 weights that share a scale
+STEP = 32  # bfloat16 numbers along K that a matrix unit (AMX) takes at once
 
 
 def panels(weight: Tensor) -> Tensor:
@@ -37,7 +39,7 @@ def panels(weight: Tensor) -> Tensor:
 def pack(weight: Tensor, format: str) -> tuple[Tensor, Tensor | None]:
     """weight (N, K) -> (packed weight in panels of 16 outputs, float32 scales or None).
 
-    int8: (N/16, K, 16) int8 and scales (N,). int4: (N/16, K/2, 16) uint8, of which each byte holds a value and the next
+    bfloat16: (N/16, K/2, 16, 2), two numbers of an output together, K padded with zeros to a multiple of 32. int8: (N/16, K, 16) int8 and scales (N,). int4: (N/16, K/2, 16) uint8, of which each byte holds a value and the next
     one along K in its high half, each plus 8; and scales (N/16, K/32, 16).
 
     Raises:
@@ -46,7 +48,8 @@ def pack(weight: Tensor, format: str) -> tuple[Tensor, Tensor | None]:
     if format == "float32":
         return panels(weight.float()), None
     if format == "bfloat16":
-        return panels(weight.bfloat16()), None
+        padded = F.pad(weight.bfloat16(), (0, -weight.size(1) % STEP))
+        return panels(padded).unflatten(1, (-1, 2)).transpose(2, 3).contiguous(), None
     if format == "int8":
         scale = weight.abs().amax(1).clamp_min(1e-12) / 127
         return panels((weight / scale[:, None]).round().to(torch.int8)), scale.float()
@@ -74,13 +77,20 @@ def widen(weight: Tensor, scale: Tensor | None, dtype: torch.dtype = torch.float
 
 def rows(panels: Tensor, idx: Tensor) -> Tensor:
     """Rows idx (n,) of the matrix that lies in panels."""
-    return panels[idx // LANES, :, idx % LANES]
+    return panels[idx // LANES, :, idx % LANES].flatten(1)
 
 
-def unpack(weight: Tensor, scale: Tensor | None, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The (n, K) weights that packed ones stand for."""
+def unpack(weight: Tensor, scale: Tensor | None, n: int, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The (n, k) weights that packed ones stand for."""
+    if weight.dim() == 4:  # pairs
+        weight = weight.transpose(2, 3).flatten(1, 2)
     scale = scale.transpose(1, 2).flatten(0, 1)[:n] if scale is not None and scale.dim() == 3 else scale
-    return widen(weight.transpose(1, 2).flatten(0, 1)[:n], scale, dtype)
+    return widen(weight.transpose(1, 2).flatten(0, 1)[:n], scale, dtype)[:, :k]
+
+
+def factor(x: Tensor, format: str) -> Tensor:
+    """What weights of a format are multiplied with, instead of x."""
+    return x.bfloat16().to(x.dtype) if format == "bfloat16" else x
 
 
 class PackedLinear(nn.Module):
@@ -95,7 +105,8 @@ class PackedLinear(nn.Module):
 
     def __init__(self, layers: Sequence[nn.Linear | nn.Embedding], format: str, softcap: float = 0.0) -> None:
         super().__init__()
-        self.softcap = softcap
+        self.format, self.softcap = format, softcap
+        self.k = layers[0].weight.size(1)
         self.n = sum(layer.weight.size(0) for layer in layers)
         with torch.no_grad():
             weight, scale = pack(torch.cat([layer.weight for layer in layers]), format)
@@ -110,7 +121,8 @@ class PackedLinear(nn.Module):
         """x (..., K) float32 -> (..., N) float32."""
         if kernels.loaded and x.device.type == "cpu":
             return capped(kernels.linear(x, self.weight, self.scale, self.bias, self.n), self.softcap)
-        return capped(F.linear(x, unpack(self.weight, self.scale, self.n), self.bias), self.softcap)
+        weight = unpack(self.weight, self.scale, self.n, self.k)
+        return capped(F.linear(factor(x, self.format), weight, self.bias), self.softcap)
 
 
 class PackedEmbedding(nn.Module):
@@ -121,24 +133,29 @@ class PackedEmbedding(nn.Module):
 
     def __init__(self, matrix: PackedLinear) -> None:
         super().__init__()
+        self.k = matrix.k
         self.register_buffer("weight", matrix.weight)
         self.register_buffer("scale", matrix.scale)
 
     def forward(self, idx: Tensor) -> Tensor:
         """ids (...) int64 -> (..., K) float32."""
         if kernels.loaded and idx.device.type == "cpu":
-            return kernels.rows(idx, self.weight, self.scale)
+            return kernels.rows(idx, self.weight, self.scale, self.k)
         flat = idx.flatten()
         scale = self.scale
         if scale is not None:
             scale = scale[flat] if scale.dim() == 1 else rows(scale, flat)
-        return widen(rows(self.weight, flat), scale).unflatten(0, idx.shape)
+        return widen(rows(self.weight, flat), scale)[:, : self.k].unflatten(0, idx.shape)
 
 
 @torch.no_grad()
-def rounded(model: Model, format: str) -> Model:
-    """The model itself, after replacing every matrix that packing would round by what the packed one stands for."""
+def rounded(model: Model, format: str, *, factors: bool = True) -> Model:
+    """The model itself, computing from now on as a packed one: every matrix replaced by what the packed one stands for, and
+    with `factors` multiplied with what that takes (`factor`)."""
     matrices = {name: p for name, p in model.named_parameters() if p.dim() == 2 and name != "position.weight"}
     for parameter in matrices.values():  # a tied one comes once
-        parameter.copy_(unpack(*pack(parameter, format), parameter.size(0)))
+        parameter.copy_(unpack(*pack(parameter, format), *parameter.shape))
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and format == "bfloat16" and factors:
+            layer.register_forward_pre_hook(lambda _, inputs: (factor(inputs[0], format),))
     return model

@@ -1,5 +1,6 @@
 """Packed weights and the C++ kernels against plain float32 arithmetic on the weights that they stand for."""
 
+import copy
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from helpers import SHAPES, cached, max_diff, random_ids, tiny
 from torch import Tensor, nn
 
-from kv_cache import StaticCache
+from kv_cache import StaticCache, full_pass
 from pocketgpt import kernels, packed
 from pocketgpt.errors import UserError
 
@@ -69,7 +70,7 @@ def test_int8_and_int4_by_hand() -> None:
     assert scale[0, 0, 0].item() == pytest.approx(-0.1)
     assert weight.shape == (1, 16, 16)
     assert weight[0, :, 0].tolist() == [0 | 11 << 4, *[0x88] * 7, 7 | 8 << 4, *[0x88] * 6, 8 | 15 << 4]  # value + 8
-    assert max_diff(packed.unpack(weight, scale, 1), row) < 1e-7
+    assert max_diff(packed.unpack(weight, scale, 1, 32), row) < 1e-7
 
 
 def test_panels_hold_sixteen_outputs_side_by_side() -> None:
@@ -83,7 +84,7 @@ def test_panels_hold_sixteen_outputs_side_by_side() -> None:
 @pytest.mark.parametrize("format", packed.FORMATS)
 def test_rounding_stays_within_half_a_step(format: str) -> None:
     weight = torch.randn(24, 96, generator=torch.Generator().manual_seed(0))
-    back = packed.unpack(*packed.pack(weight, format), 24)
+    back = packed.unpack(*packed.pack(weight, format), 24, 96)
     error = (back - weight).abs()
     largest = weight.abs().amax(1, keepdim=True)
     bound = {
@@ -97,7 +98,7 @@ def test_rounding_stays_within_half_a_step(format: str) -> None:
 
 def test_rows_of_zeros_stay_zeros() -> None:
     for format in packed.FORMATS:
-        assert packed.unpack(*packed.pack(torch.zeros(3, 64), format), 3).abs().sum() == 0, format
+        assert packed.unpack(*packed.pack(torch.zeros(3, 64), format), 3, 64).abs().sum() == 0, format
 
 
 def test_unknown_formats_and_widths_that_int4_cannot_pack_are_refused() -> None:
@@ -116,10 +117,12 @@ def test_a_packed_layer_equals_float32_arithmetic_on_what_it_stands_for(
     for n, k in ((1, 32), (7, 64), (13, 96), (64, 384), (100, 1056)):
         layers = [nn.Linear(k, n, bias=bias), nn.Linear(k, 5, bias=bias)]
         layer = packed.PackedLinear(layers, format)
-        weight = torch.cat([packed.unpack(*packed.pack(one.weight, format), len(one.weight)) for one in layers])
+        weight = torch.cat([packed.unpack(*packed.pack(one.weight, format), *one.weight.shape) for one in layers])
         for shape in ((1, k), (2, k), (3, k), (4, k), (5, k), (2, 3, k), (49, k), (130, k)):
             x = torch.randn(shape)
-            right = F.linear(x, weight, torch.cat([one.bias for one in layers]) if bias else None)
+            right = F.linear(
+                packed.factor(x, format), weight, torch.cat([one.bias for one in layers]) if bias else None
+            )
             assert max_diff(layer(x), right) < EXACT, (n, k, shape)
 
 
@@ -129,7 +132,9 @@ def test_widths_that_are_no_multiple_of_the_vectors(format: str, with_kernels: b
     for k in (1, 12, 17, 50):
         one = nn.Linear(k, 9)
         x = torch.randn(3, k)
-        right = F.linear(x, packed.unpack(*packed.pack(one.weight, format), len(one.weight)), one.bias)
+        right = F.linear(
+            packed.factor(x, format), packed.unpack(*packed.pack(one.weight, format), *one.weight.shape), one.bias
+        )
         assert max_diff(packed.PackedLinear([one], format)(x), right) < EXACT
 
 
@@ -196,21 +201,28 @@ def test_a_packed_model_is_the_model_with_rounded_weights(shape: str, format: st
     model = tiny(**SHAPES[shape], n_inner=64)
     ids = random_ids(2, 20)
     fast = cached(model).pack(format)
+    allowed = 2e-5
+    if format == "bfloat16":  # a number at the border between two steps may be rounded to either
+        weights_only = packed.rounded(copy.deepcopy(model), format, factors=False)(ids)
     right = packed.rounded(model, format)(ids)
+    if format == "bfloat16":
+        allowed = max_diff(right, weights_only)
+        assert 1e-3 < allowed < 0.2  # of logits up to 5
     for chunks in ([20], [1] * 20, [7, 1, 12]):
         cache = StaticCache(model.config, 2)
         rows = [fast(part, cache)[0] for part in ids.split(chunks, dim=1)]
-        assert max_diff(torch.cat(rows, dim=1), right) < 2e-5, chunks
+        assert max_diff(torch.cat(rows, dim=1), right) < allowed, chunks
 
 
+@pytest.mark.parametrize(("format", "kv"), [("float32", "float32"), ("bfloat16", "float32"), ("float32", "bfloat16")])
 @pytest.mark.parametrize("shape", [*IN_ONE_CALL, "eight heads to one"])
 @torch.inference_mode()
-def test_rows_of_a_pool_have_the_bits_of_a_text_alone(shape: str) -> None:
+def test_rows_of_a_pool_have_the_bits_of_a_text_alone(shape: str, format: str, kv: str) -> None:
     """In blocks, out of order, beside rows of any lengths, in chunks or token by token: never another bit."""
     if kernels.build():
         pytest.skip(kernels.build())
     model = tiny(**SHAPES.get(shape, {"n_head": 8, "n_kv_head": 1, "head_dim": 24}), n_layer=3)
-    fast = cached(model).pack("float32")
+    fast = cached(model).pack(format, kv)
     assert fast.network is not None
     texts = [random_ids(1, n, seed=n) for n in (30, 7, 1, 18, 30)]
     pool = fast.new_pool(200, block_size=5)
@@ -231,9 +243,27 @@ def test_rows_of_a_pool_have_the_bits_of_a_text_alone(shape: str) -> None:
         cache = fast.new_cache(capacity=text.size(1))
         alone = torch.cat([fast.extend(part, cache) for part in text.split(1, dim=1)], 1)[0]
         assert torch.equal(torch.cat(parts), alone)
-        assert max_diff(fast.lm_head(alone), model(text)[0]) < 2e-5
+        assert max_diff(fast.lm_head(alone), model(text)[0]) < (2e-5 if format == kv else 0.1)
     with pytest.raises(ValueError, match="3 more tokens do not fit into block_size 32: 2 left"):
         fast.extend_rows([[1, 2, 3]], pool, rows[:1])
+
+
+@pytest.mark.parametrize("shape", IN_ONE_CALL)
+@torch.inference_mode()
+def test_keys_and_values_in_bfloat16_are_those_of_the_full_pass_after_rounding(shape: str, with_kernels: bool) -> None:
+    model = tiny(**SHAPES[shape])
+    ids = random_ids(2, 20)
+    fast = cached(model).pack("float32", "bfloat16")
+    right, plain = full_pass(model, ids, "bfloat16"), model(ids)
+    for chunks in ([20], [1] * 20, [7, 1, 12]):
+        cache = fast.new_cache(2)
+        assert {t.dtype for t in (*cache.k, *cache.v)} == {torch.bfloat16}
+        got = torch.cat([fast(part, cache)[0] for part in ids.split(chunks, dim=1)], dim=1)
+        # A number at the border between two steps may be rounded to either: a part of what rounding them all moves.
+        assert max_diff(got, right) < max_diff(right, plain) < 0.1, chunks
+    assert cache.nbytes() * 2 == cached(model).new_cache(2).nbytes()
+    with pytest.raises(UserError, match="kv=int8 is not known: choose one of float32, bfloat16"):
+        cached(model).pack("float32", "int8")
 
 
 def test_the_cost_of_a_format_is_its_bytes() -> None:
