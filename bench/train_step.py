@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="rows per step in pretraining; 12 for sft and 64 for dpo")
     given = parser.parse_args()
     device = machine.pick_device(given.device)
+    machine.keep_freed_memory()  # as pocketgpt.trainer does
     size = GPTConfig(given.vocab, given.block, given.layers, given.width // 64, 1, given.width)
     forms = {
         "float32": (torch.float32, False, False),

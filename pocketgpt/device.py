@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import platform
 import resource
@@ -42,6 +43,22 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+@cache
+def keep_freed_memory() -> bool:
+    """Have the C library keep what is freed for the next who asks, instead of giving it back to the system. Returns whether it does.
+
+    The activations of a step are of the same sizes as those of the step before. By default glibc maps large ones anew
+    every time, and the system fills each page with zeros first: a seventh of a step of 12 M parameters (docs/LOG.md). Nothing
+    more is taken, as what one step has freed is what the next one takes. Only glibc has these two settings; elsewhere
+    this does nothing.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    mmap_max, trim_threshold = -4, -1  # M_MMAP_MAX and M_TRIM_THRESHOLD of malloc.h
+    mallopt = ctypes.CDLL(None).mallopt
+    return bool(mallopt(mmap_max, 0) and mallopt(trim_threshold, 2**31 - 1))
 
 
 def times(work: Callable[[], object], device: torch.device, repeats: int = 5) -> list[float]:

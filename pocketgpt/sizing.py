@@ -180,6 +180,7 @@ def measure(
     dtype: torch.dtype,
 ) -> Speed:
     """Train three small models for a few steps on this machine."""
+    machine.keep_freed_memory()  # as in the run
     rows = max(1, AT_ONCE[device.type] // length)
     tokens, steps, said = [], [], []
     for rung in PROBES[device.type]:

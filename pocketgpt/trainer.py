@@ -213,6 +213,7 @@ def train(
     """
     config.check()
     device = next(model.parameters()).device
+    machine.keep_freed_memory()
     trained = model if stage.network is None else stage.network
     optimizer = optim.Optimizer(trained, optim_config, config.lr)
     if optim_config.offload and optimizer.host is None:

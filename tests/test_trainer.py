@@ -2,7 +2,10 @@
 
 import itertools
 import math
+import platform
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -457,3 +460,37 @@ def test_a_compiled_run_has_the_losses_of_the_plain_one_and_resumes_bit_by_bit(t
     assert all_losses == same_losses
     for (name, a), b in zip(again.named_parameters(), fast.parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+PAGES = """
+import resource, sys, torch
+sys.path.insert(0, {root!r})
+from pocketgpt import device
+assert device.keep_freed_memory() if {keep} else True
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(2):
+    torch.ones(16 << 20)
+before = faults()
+for _ in range(4):
+    torch.ones(16 << 20)
+print(faults() - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc")
+def test_memory_of_a_step_is_not_taken_from_the_system_again() -> None:
+    def faults(keep: bool) -> int:
+        code = PAGES.format(root=str(Path(__file__).parents[1]), keep=keep)
+        return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+    assert faults(keep=True) < 16
+    assert faults(keep=False) > 64  # four times 64 MB; a page may have 2 MB
+
+
+def test_training_keeps_freed_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(trainer.machine, "keep_freed_memory", lambda: asked.append(True))
+    model = Line()
+    run(tmp_path, model, line_stage(model, 8), settings(steps=1))
+    assert asked
