@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as computed_again
 
-from pocketgpt import checkpoint, hf, kernels, sampling
+from pocketgpt import checkpoint, fused, hf, kernels, sampling
 from pocketgpt.errors import UserError
 from pocketgpt.loss import capped
 
@@ -145,7 +145,11 @@ class GPTConfig:
 class RMSNorm(nn.RMSNorm):
     """Root mean square norm (Zhang & Sennrich 2019), computed in the type of its input."""
 
+    eps: float
+
     def forward(self, x: Tensor) -> Tensor:
+        if fused.serves(x):
+            return fused.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
@@ -177,7 +181,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float 
     if kernels.can_attend(q, k):
         return kernels.attend(q, k, v, mask)
     k, v = k.to(q.dtype), v.to(q.dtype)  # autocast or the cache may hold them in another type
-    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and length > 1 and keys <= PLAIN_KEYS and not dropout:
+    plain = q.dtype == torch.bfloat16 and length > 1 and keys <= PLAIN_KEYS and not dropout
+    if plain and fused.serves(q):
+        return fused.attention(q, k, v, mask)
+    if plain and q.device.type == "cpu":
         # Two plain matrix products, with the queries that share a key head in one of them: the fused kernel took twice
         # as long on the processor of docs/LOG.md. It saves the memory of the scores, which is small here.
         if mask is None:
@@ -215,6 +222,15 @@ class Attention(nn.Module):
         """Queries, keys and values, (B, T, heads x head_dim) each; packed weights make them in one product."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
+    def heads(self, x: Tensor, norm: nn.Module, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Queries or keys (B, T, heads x head_dim), normalised and rotated: (B, heads, T, head_dim)."""
+        x = x.view(*x.shape[:2], -1, self.head_dim)
+        if rope is not None and fused.serves(x) and not isinstance(norm, nn.LayerNorm):
+            weight, eps = (norm.weight, norm.eps) if isinstance(norm, RMSNorm) else (None, 0.0)
+            return fused.norm_rotate(x, weight, eps, rope).transpose(1, 2)
+        x = norm(x).transpose(1, 2)
+        return rotate(x, rope) if rope is not None else x
+
     def forward(
         self,
         x: Tensor,
@@ -230,15 +246,12 @@ class Attention(nn.Module):
         """
         batch, length, _ = x.shape
         q, k, v = self.project(x)
-        q = self.q_norm(q.view(batch, length, self.n_head, self.head_dim)).transpose(1, 2)
-        k = self.k_norm(k.view(batch, length, self.n_kv_head, self.head_dim)).transpose(1, 2)
+        q, k = self.heads(q, self.q_norm, rope), self.heads(k, self.k_norm, rope)
         v = v.view(batch, length, self.n_kv_head, self.head_dim).transpose(1, 2)
         if self.v_mix is not None:
             assert v1 is not None
             v = self.v_mix[0] * v + self.v_mix[1] * v1
         new_v = v
-        if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
         if keep is not None:
             k, v = keep(k, v)
         y = attend(q, k, v, mask, self.dropout if self.training else 0.0)
@@ -263,7 +276,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "swiglu":
             gate, up = self.gate_and_up(x)
-            return self.down_proj(F.silu(gate) * up)
+            return self.down_proj(fused.swiglu(gate, up) if fused.serves(gate) else F.silu(gate) * up)
         if self.kind == "relu2":
             return self.down_proj(F.relu(self.up_proj(x)).square())
         return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))

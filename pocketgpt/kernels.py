@@ -44,33 +44,42 @@ def processor() -> str:
     return platform.machine() + platform.processor()
 
 
-@cache
-def build() -> str:
-    """Compile and load the kernels; about ten seconds, once a machine. Returns "" or why they are not there."""
-    global loaded
+def load(source: Path) -> str:
+    """Compile a library of operators, once a machine, and load it. Returns "" or why it is not there."""
     cxx = compiler()
     if cxx is None:
         return "no C++ compiler found (g++ or clang++)"
     root = Path(torch.__file__).parent
-    # -march=native is for this processor; gcc takes half of AVX-512's width unless told.
+    # -march=native is for this processor; gcc takes half of AVX-512's width unless told, and torch's vectors any name.
     flags = ["-O3", "-march=native", "-std=c++20", "-fPIC", "-shared"]
     flags += ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
     flags += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-fopenmp"]
-    key = hashlib.sha256(f"{SOURCE.read_text()} {cxx} {flags} {torch.__version__} {processor()}".encode()).hexdigest()
-    library = cache_folder() / f"kernels_{key[:16]}.so"
+    capability = torch.backends.cpu.get_cpu_capability()
+    flags += [f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"]
+    key = hashlib.sha256(f"{source.read_text()} {cxx} {flags} {torch.__version__} {processor()}".encode()).hexdigest()
+    library = cache_folder() / f"{source.stem}_{key[:16]}.so"
     try:
         if not library.exists():
-            print("building the CPU kernels, once, about ten seconds ...", file=sys.stderr)
+            print(f"building {source.name}, once, about ten seconds ...", file=sys.stderr)
             include = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
             with atomic_path(library) as temporary:
-                command = [cxx, *flags, *include, str(SOURCE), "-o", str(temporary), f"-L{root / 'lib'}"]
+                command = [cxx, *flags, *include, str(source), "-o", str(temporary), f"-L{root / 'lib'}"]
                 subprocess.run([*command, "-ltorch_cpu", "-lc10"], check=True, capture_output=True, text=True)
         torch.ops.load_library(str(library))
     except subprocess.CalledProcessError as error:
         lines = [line for line in error.stderr.splitlines() if "error" in line] or [f"{cxx} failed"]
-        return f"the C++ kernels do not compile: {lines[0][:160]}"
+        return f"{source.name} does not compile: {lines[0][:160]}"
     except (UserError, OSError) as error:
-        return f"the C++ kernels do not load: {str(error)[:160]}"
+        return f"{source.name} does not load: {str(error)[:160]}"
+    return ""
+
+
+@cache
+def build() -> str:
+    """Have the kernels; about ten seconds, once a machine. Returns "" or why they are not there."""
+    global loaded
+    if why := load(SOURCE):
+        return why
     torch.library.register_fake("pocketgpt::linear", lambda x, w, scale, bias, n: x.new_empty(*x.shape[:-1], n))
     torch.library.register_fake(
         "pocketgpt::rows", lambda idx, w, _, width: w.new_empty(*idx.shape, width, dtype=torch.float32)

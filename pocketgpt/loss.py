@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from pocketgpt import fused
+
 IGNORE = -1  # target of a position that is not supervised
 # Positions whose logits exist at once. On a CPU few, so that they stay in its cache: 256 take 0.7 of the time of 2,048
 # (docs/LOG.md). A GPU wants large products.
@@ -49,7 +51,16 @@ class LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.size(0), size):
             rows = slice(start, start + size)
             h, wanted = whole(hidden[rows].to(dtype)), targets[rows, None]
-            logits = F.linear(h, weight_low)[: len(wanted)].float()
+            logits = F.linear(h, weight_low)
+            if fused.loaded and dtype == torch.bfloat16 and logits.device.type == "cpu":
+                ids = F.pad(targets[rows], (0, len(h) - len(wanted)), value=IGNORE)
+                total += fused.cross_entropy_(logits, ids, softcap, any(ctx.needs_input_grad)).sum()
+                if any(ctx.needs_input_grad):
+                    grad_hidden[rows] = (logits @ weight_low)[: len(wanted)]
+                    if grad_weight is not None:
+                        grad_weight += (logits.T @ h).to(weight.dtype)
+                continue
+            logits = logits[: len(wanted)].float()
             slope = None
             if softcap:
                 logits.div_(softcap).tanh_()

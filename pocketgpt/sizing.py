@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from pocketgpt import device as machine
+from pocketgpt import fused
 from pocketgpt.errors import UserError
 from pocketgpt.loss import linear_cross_entropy
 from pocketgpt.optim import OptimConfig, Optimizer, parameter_groups
@@ -180,7 +181,9 @@ def measure(
     dtype: torch.dtype,
 ) -> Speed:
     """Train three small models for a few steps on this machine."""
-    machine.keep_freed_memory()  # as in the run
+    machine.keep_freed_memory()  # as in the run, which says so if the kernels are not there
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        fused.build()
     rows = max(1, AT_ONCE[device.type] // length)
     tokens, steps, said = [], [], []
     for rung in PROBES[device.type]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pocketgpt import checkpoint, distributed, kernels, lora, optim, sharded
+from pocketgpt import checkpoint, distributed, fused, kernels, lora, optim, sharded
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError, is_out_of_memory
 from pocketgpt.loading import Loader
@@ -214,6 +214,8 @@ def train(
     config.check()
     device = next(model.parameters()).device
     machine.keep_freed_memory()
+    if device.type == "cpu" and autocast_dtype(config, device) == torch.bfloat16 and (missing := fused.build()):
+        log.say(f"the parts of a step between its products run on torch's operators: {missing}")
     trained = model if stage.network is None else stage.network
     optimizer = optim.Optimizer(trained, optim_config, config.lr)
     if optim_config.offload and optimizer.host is None:
@@ -364,7 +366,7 @@ def pick_compile(config: TrainConfig, device: torch.device) -> tuple[bool, str]:
     """Whether to compile the network for training, and why, in words.
 
     `auto` does so where a compiler is, for runs by the clock that are long enough to pay for it. A run of fixed steps stays as
-    it is, so that the same settings give the same bits with and without a compiler.
+    it is, so that the same settings give the same bits.
     """
     if not config.compile:
         return False, "not compiled, as asked"
@@ -377,7 +379,7 @@ def pick_compile(config: TrainConfig, device: torch.device) -> tuple[bool, str]:
     if config.steps:
         return (
             False,
-            "not compiled: train.steps is set, and fixed steps give the same bits everywhere; train.compile=true does it",
+            "not compiled: train.steps is set, and fixed steps give the same bits every time; train.compile=true does it",
         )
     if config.minutes < COMPILE_PAYS_AFTER:
         return False, f"not compiled: {config.minutes:g} minutes would not pay for it, {COMPILE_PAYS_AFTER} would"

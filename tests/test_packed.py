@@ -52,7 +52,7 @@ def test_a_source_that_does_not_compile_is_a_reason_and_no_crash(
     (tmp_path / "kernels.cpp").write_text("int main() { return missing; }\n")
     monkeypatch.setattr(kernels, "SOURCE", tmp_path / "kernels.cpp")
     monkeypatch.setenv("POCKETGPT_CACHE", str(tmp_path / "cache"))
-    assert "do not compile" in kernels.build.__wrapped__()
+    assert "kernels.cpp does not compile" in kernels.build.__wrapped__()
     assert list((tmp_path / "cache").iterdir()) == []  # nothing half-written
 
 

