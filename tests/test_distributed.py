@@ -23,13 +23,13 @@ ROOT = Path(__file__).resolve().parents[1]
 # its steps. Under torchrun it is given its orders as arguments. Without any it reads them line by line, and forks processes that are told what
 # torchrun would tell them, so that Python and torch start once and not for each.
 WORKER = """
-import json, os, signal, sys
+import gc, json, os, signal, sys
 from pathlib import Path
 sys.path[:0] = [{root!r}, {tests!r}]
 import torch
 torch.set_num_threads(1)
 import dpo, pretrain, sft
-from pocketgpt import device, distributed, optim, sharded, trainer
+from pocketgpt import config, device, distributed, metrics, optim, sharded, trainer
 from pocketgpt.errors import run
 
 seen = []
@@ -50,6 +50,7 @@ def last_two_unsupervised(rows, length):
     laid.targets[6:] = -1
     return laid
 
+metrics.RunLog.plot = lambda self, panels: self.path  # nobody looks at it here
 optim.Optimizer.step = watched
 sft.lay_out = last_two_unsupervised
 
@@ -77,7 +78,11 @@ if len(sys.argv) > 1:
     sys.exit()
 
 import matplotlib.pyplot, torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.tensor
+config.load("sft", sft.Config, [])
 device.matmul_rate(torch.device("cpu"), torch.float32)
+gc.collect()
+gc.freeze()  # a child that looks at all there is would copy it
+gc.unfreeze = lambda: None
 for line in sys.stdin:
     order = json.loads(line)
     children = []
