@@ -20,6 +20,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -683,6 +684,11 @@ class CachedGPT(GPT):
         sizes = (c.n_head, c.n_kv_head, c.width_of_head, c.mlp, c.norm == "layernorm", c.norm_eps)
         return torch.classes.pocketgpt.Network(tensors, widths, *sizes)
 
+    @property
+    def in_one_call(self) -> bool:
+        """Whether kernels.cpp runs all layers at once, on rows of any lengths side by side without padding."""
+        return kernels.loaded and self.network is not None
+
     @torch.no_grad()
     def pack(self, format: str, kv: str = "float32") -> Self:
         """Turn the weights, in place and for good, into what decodes fastest: fused, and in one of packed.FORMATS. kv: what
@@ -736,7 +742,7 @@ class CachedGPT(GPT):
     def extend(self, idx: Tensor, cache: KVCache) -> Tensor:
         """Run new ids (B, T) on top of the cache: what the head reads of them, (B, T, n_embd)."""
         n = idx.size(1)
-        if isinstance(cache, StaticCache) and cache.starts is None and kernels.loaded and self.network is not None:
+        if isinstance(cache, StaticCache) and cache.starts is None and self.in_one_call:
             check_room(n, cache.room, self.config.block_size)
             check_capacity(cache.length + n, cache.capacity)
             rows = idx.size(0)
@@ -758,11 +764,12 @@ class CachedGPT(GPT):
         cache.advance(n)
         return hidden
 
-    def extend_rows(self, ids: Sequence[Sequence[int]], pool: BlockPool, rows: list[Row]) -> Tensor:
-        """`extend` for new ids of any lengths behind rows of a pool, padded at the left: (rows, longest, n_embd)."""
+    def extend_rows(self, ids: Sequence[Sequence[int]], pool: BlockPool, rows: list[Row], last: bool = False) -> Tensor:
+        """`extend` for new ids of any lengths behind rows of a pool, padded at the left: (rows, longest, n_embd); with `last`
+        of the last one of each row only, (rows, n_embd)."""
         longest = max(map(len, ids))
         pads = [longest - len(new) for new in ids]
-        if kernels.loaded and self.network is not None:
+        if self.in_one_call:
             for row, new in zip(rows, ids, strict=True):
                 check_room(len(new), self.config.block_size - row.length, self.config.block_size)
                 pool.reserve(row, len(new))
@@ -772,11 +779,14 @@ class CachedGPT(GPT):
             flat = self.network.run([i for new in ids for i in new], counts, lengths, table, *pool.layers)
             for row, n in zip(rows, counts, strict=True):
                 row.length += n
+            if last:
+                return flat[list(accumulate(counts, initial=-1))[1:]]
             if not any(pads):
                 return flat.view(len(rows), longest, -1)
             return torch.stack([F.pad(h, (0, 0, pad, 0)) for h, pad in zip(flat.split(counts), pads, strict=True)])
         padded = [[0] * pad + list(new) for pad, new in zip(pads, ids, strict=True)]
-        return self.extend(torch.tensor(padded, device=pool.kv.device), pool.join(rows, pads))
+        hidden = self.extend(torch.tensor(padded, device=pool.kv.device), pool.join(rows, pads))
+        return hidden[:, -1] if last else hidden
 
     @property
     def place(self) -> tuple[torch.dtype, torch.device]:

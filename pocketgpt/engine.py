@@ -170,19 +170,19 @@ class Engine:
         self._admit()
         answering = [job for job in self.active if job.todo == 1]
         prompts = self._next_prompts()
-        hidden = [self._read(answering, 1)] if answering else []
-        if prompts:
-            after, read = self._read(prompts, min(self.prefill_chunk, max(job.todo for job in prompts))), []
-            for i, job in enumerate(prompts):
-                if not job.todo:
-                    twins = self._fork(job)
-                    answering += [job, *twins]
-                    read += [i] * (1 + len(twins))
-            hidden.append(after[read])
+        # Where rows are padded, single tokens would be padded to whole prompts.
+        calls = [answering + prompts] if self.model.in_one_call else [answering, prompts]
+        hidden = [self._read(jobs) for jobs in calls if jobs]
+        read = list(range(len(answering)))
+        for i, job in enumerate(prompts, len(answering)):
+            if not job.todo:
+                twins = self._fork(job)
+                answering += [job, *twins]
+                read += [i] * (1 + len(twins))
         if not answering:
             return
         tokens = sampling.sample_rows(
-            self.model.lm_head(torch.cat(hidden)),
+            self.model.lm_head(torch.cat(hidden)[read]),
             [job.request.settings for job in answering],
             [job.ids for job in answering],
             self.model.n_tokens,
@@ -232,21 +232,22 @@ class Engine:
         insort(self.active, job, key=lambda other: other.number)
 
     def _next_prompts(self) -> list[Job]:
-        """The oldest requests with a prompt to read that fit into one chunk, padded to the longest of them."""
+        """The oldest requests with a prompt to read that fit into one chunk, with the padding that they need."""
         chosen: list[Job] = []
-        longest = 0
+        longest = total = 0
         for job in self.active:
             if job.todo > 1:
-                longest = max(longest, job.todo)
-                if chosen and longest * (len(chosen) + 1) > self.prefill_chunk:
+                longest, total = max(longest, job.todo), total + job.todo
+                tokens = total if self.model.in_one_call else longest * (len(chosen) + 1)
+                if chosen and tokens > self.prefill_chunk:
                     break
                 chosen.append(job)
         return chosen
 
-    def _read(self, jobs: list[Job], n: int) -> Tensor:
-        """Run up to n tokens of each job: what the head reads of its last one, (jobs, n_embd)."""
-        ids = [job.ids[job.held.length : job.held.length + n] for job in jobs]
-        hidden = self.model.extend_rows(ids, self.pool, [job.held for job in jobs])[:, -1]
+    def _read(self, jobs: list[Job]) -> Tensor:
+        """Run what each job has to read, up to a chunk: what the head reads of its last token, (jobs, n_embd)."""
+        ids = [job.ids[job.held.length : job.held.length + self.prefill_chunk] for job in jobs]
+        hidden = self.model.extend_rows(ids, self.pool, [job.held for job in jobs], last=True)
         for job in jobs:
             self.pool.remember(job.held, job.ids)
         return hidden
