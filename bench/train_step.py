@@ -27,7 +27,7 @@ from torch import Tensor
 from base_model import GPT, GPTConfig
 from dpo import NUMBERS, preference_loss
 from pocketgpt import device as machine
-from pocketgpt import fused, kernels
+from pocketgpt import kernels
 from pocketgpt.evaluation import answer_log_probs
 from pocketgpt.loss import IGNORE, linear_cross_entropy
 from pocketgpt.optim import OptimConfig, Optimizer
@@ -87,8 +87,6 @@ def main() -> None:
     given = parser.parse_args()
     device = machine.pick_device(given.device)
     machine.keep_freed_memory()  # as pocketgpt.trainer does
-    if device.type == "cpu" and (missing := fused.build()):
-        print(f"without fused.cpp: {missing}", file=sys.stderr)
     size = GPTConfig(given.vocab, given.block, given.layers, given.width // 64, 1, given.width)
     forms = {
         "float32": (torch.float32, False, False),

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from pocketgpt import fused
 from pocketgpt.errors import UserError
 
 
@@ -104,9 +105,12 @@ def pick_dtype(name: str, device: torch.device) -> tuple[torch.dtype, str]:
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
-    """Matrix products in `dtype`, weights and the rest in float32."""
+    """Matrix products in `dtype`, weights and the rest in float32; on a CPU with the fused parts of fused.py, from the first
+    time on, so that what is compared ran alike."""
     if dtype == torch.float32:
         return contextlib.nullcontext()
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        fused.build()
     return torch.autocast(device.type, dtype=dtype)
 
 

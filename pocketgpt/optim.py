@@ -63,12 +63,18 @@ def parameter_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     return blocks, other, vectors
 
 
+CACHED = 1 << 20  # numbers of the matrices that a CPU orthogonalizes at once: all steps stay in its cache (docs/LOG.md)
+
+
 def orthogonalize(matrices: Tensor) -> Tensor:
     """Five Newton-Schulz steps that bring all singular values near 1 (Jordan et al. 2024): (N, rows, columns), any type.
 
     Best with rows <= columns, for the smaller Gram matrix. The quintic's coefficients are theirs. In bfloat16: the result
     need not be exact.
     """
+    at_once = max(1, CACHED // math.prod(matrices.shape[1:]))
+    if matrices.device.type == "cpu" and len(matrices) > at_once:
+        return torch.cat([orthogonalize(some) for some in matrices.split(at_once)])
     x = matrices.bfloat16()
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
     for _ in range(5):

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from pocketgpt import device as machine
-from pocketgpt import fused
 from pocketgpt.errors import UserError
 from pocketgpt.loss import linear_cross_entropy
 from pocketgpt.optim import OptimConfig, Optimizer, parameter_groups
@@ -181,9 +180,7 @@ def measure(
     dtype: torch.dtype,
 ) -> Speed:
     """Train three small models for a few steps on this machine."""
-    machine.keep_freed_memory()  # as in the run, which says so if the kernels are not there
-    if device.type == "cpu" and dtype == torch.bfloat16:
-        fused.build()
+    machine.keep_freed_memory()  # as in the run
     rows = max(1, AT_ONCE[device.type] // length)
     tokens, steps, said = [], [], []
     for rung in PROBES[device.type]:
