@@ -8,13 +8,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import work_folder
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pocketgpt import checkpoint
+import pretrain
+from pocketgpt import checkpoint, config, distributed
 from pocketgpt.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -182,7 +186,13 @@ def one(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("processes", "stages", "parallel"),
-    [(2, "pretrain,sft,dpo", "ddp"), (5, "sft", "ddp"), (2, "pretrain,sft,dpo", "fsdp"), (3, "sft", "fsdp")],
+    [
+        (2, "pretrain,sft,dpo", "ddp"),
+        (4, "pretrain,sft,dpo", "ddp"),
+        (5, "sft", "ddp"),
+        (2, "pretrain,sft,dpo", "fsdp"),
+        (3, "sft", "fsdp"),
+    ],
 )
 def test_gradients_and_losses_are_those_of_one_process(
     processes: int, stages: str, parallel: str, folder: Path, one: Path, tmp_path: Path
@@ -210,6 +220,28 @@ def assert_same_run(ours: Path, theirs: Path, name: str, processes: int) -> None
             size = torch.cat([b.flatten() for _, b in pairs]).norm().item()
             difference = torch.cat([(a - b).flatten() for a, b in pairs]).norm().item()
             assert size > 1e-4 and difference < 1e-6 * max(1.0, size), (name, rank)
+
+
+TRAIN = config.load("pretrain", pretrain.Config, []).train
+
+
+@given(world=st.integers(1, 6), batch_size=st.integers(1, 13), micro=st.integers(1, 13), step=st.integers(0, 9))
+def test_every_row_of_a_step_is_run_by_one_process(world: int, batch_size: int, micro: int, step: int) -> None:
+    """On any number of processes, none without work where there is enough: so a run may go on with another number."""
+    train, ran = replace(TRAIN, batch_size=batch_size, micro_batch_size=micro), []
+    rows = range(step * batch_size, (step + 1) * batch_size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "world", lambda: world)
+        for rank in range(world):
+            patch.setattr(distributed, "rank", lambda rank=rank: rank)
+            batches = [rows[at : at + train.rows_at_once] for at in range(0, batch_size, train.rows_at_once)]
+            mine = [
+                row for batch, counts in distributed.dealt(batches, torch.nn.Linear(1, 1)) for row in batch if counts
+            ]
+            assert mine == list(filter(train.mine, rows))
+            assert mine or batch_size % world or batch_size < world
+            ran += mine
+    assert sorted(ran) == list(rows)
 
 
 def test_two_agents_with_two_processes_each_are_one_run(folder: Path, one: Path, tmp_path: Path) -> None:
