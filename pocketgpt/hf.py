@@ -214,9 +214,8 @@ def rope_theta(raw: dict[str, Any], where: Path) -> Any:
         rope = raw.get(key) or {}
         if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
             raise UserError(f"{where}: rope scaling {rope} is not supported")
-        if more := [
-            k for k, v in rope.items() if k not in ("rope_type", "type", "rope_theta") and v not in (None, 1.0)
-        ]:
+        more = [k for k, v in rope.items() if k not in ("rope_type", "type", "rope_theta") and v not in (None, 1.0)]
+        if more:
             raise UserError(f"{where}: {key} {more[0]}={rope[more[0]]} is not supported")
         theta = rope.get("rope_theta", theta)
     return theta

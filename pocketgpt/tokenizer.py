@@ -198,9 +198,8 @@ class Tokenizer:
         folder = Path(folder)
         write_text(folder / "tokenizer.json", self.to_json())
         write_json(folder / "tokenizer_config.json", config)
-        (folder / "chat_template.jinja").unlink(
-            missing_ok=True
-        )  # of an earlier one, which would be read in place of ours
+        # An earlier one would be read in place of ours.
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
 
     @property
     def vocab_size(self) -> int:
