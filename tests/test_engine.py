@@ -112,6 +112,31 @@ def test_each_answer_is_that_of_its_prompt_alone(
 
 
 @torch.inference_mode()
+def test_a_step_on_the_kernels_is_one_call_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernels.build():
+        pytest.skip(kernels.build())
+    monkeypatch.setattr(kernels, "loaded", True)
+    model = cached(tiny()).pack("float32")
+
+    class Counting:
+        def __init__(self, network: Any) -> None:
+            self.network, self.counts = network, []
+
+        def run(self, ids: list[int], counts: list[int], *rest: Any) -> torch.Tensor:
+            self.counts.append(counts)
+            return self.network.run(ids, counts, *rest)
+
+    counting = Counting(model.network)
+    model.__dict__["network"] = counting
+    engine = Engine(model, prefill_chunk=24)
+    for first, length in enumerate((12, 4, 4, 4)):  # as much as a chunk; padded to 12 each, it would hold two of them
+        engine.add(Request(list(range(first, first + length)), 3))
+    engine.step()
+    engine.add(Request([7, 8, 9], 2))
+    engine.run()
+    assert counting.counts == [[12, 4, 4, 4], [1, 1, 1, 1, 3], [1] * 5]
+
+
 def test_on_packed_weights_too_answers_are_those_of_prompts_alone() -> None:
     if kernels.build():
         pytest.skip(kernels.build())
