@@ -1020,8 +1020,8 @@ def prove(model: CachedGPT, reference: GPT, ids: Tensor, tolerance: float, moved
     float64. A way that exceeds it is run again in float64, where the tolerance must hold as it is, so that no fault
     can pass for rounding; in float32 it may then differ by ROUNDING times what its logits without a cache are off.
 
-    Keys and values in bfloat16 and int8 are compared in float64 only. In float32 another order of summing now and then puts a number on the
-    side of a border between two steps, and a whole step of one number moved the logits of a model by up to 0.06.
+    Keys and values in bfloat16 and int8 are compared in float64 only. In float32 another order of summing now and then puts
+    a number on the other side of a border between two steps, and a whole step of one moved the logits of a model by up to 0.06.
     So it is with bfloat16 factors in products (packed.factor). In float64 the tolerance must hold; in float32, where the
     kernels are, they may differ by `moved`, which is what rounding all of the factors, and not a few, moves the logits.
     """

@@ -254,9 +254,7 @@ def main() -> None:
         made_from=config.plain(cfg) | {"text": corpus.fingerprint, "files": sources.fingerprints(cfg.data)},
         network=trained,
     )
-    if (
-        cfg.data.endless
-    ):  # another number of processes would divide the text in another way, as would other micro-batches
+    if cfg.data.endless:  # other processes or micro-batches would divide the text in another way
         stage.made_from["processes"] = distributed.world()
         if distributed.world() > 1:
             stage.made_from["rows_at_once"] = cfg.train.rows_at_once

@@ -51,9 +51,9 @@ def keep_freed_memory() -> bool:
     """Have the C library keep what is freed for the next who asks, instead of giving it back to the system. Returns whether it does.
 
     The activations of a step are of the same sizes as those of the step before. By default glibc maps large ones anew
-    every time, and the system fills each page with zeros first: a seventh of a step of 12 M parameters (docs/LOG.md). Nothing
-    more is taken, as what one step has freed is what the next one takes. Only glibc has these two settings; elsewhere
-    this does nothing.
+    every time, and the system fills each page with zeros first: a seventh of a step of 12 M parameters (docs/LOG.md). What
+    one step has freed the next one takes, but for holes: the ends that alignment cuts off keep large pieces apart until some
+    eight of a size are there. Only glibc has these two settings; elsewhere this does nothing.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -222,9 +222,8 @@ def reading(model: GPT, tok: Tokenizer, title: str, ids: Sequence[int], supervis
     row = torch.tensor([list(ids[:n])], device=model.embed.weight.device)
     with torch.no_grad():
         probabilities = model(row)[0, :-1].float().softmax(-1).cpu()
-    best = probabilities[:, : tok.vocab_size].topk(
-        3
-    )  # a vocabulary from elsewhere may be padded with ids that say nothing
+    # A vocabulary from elsewhere may be padded with ids that say nothing.
+    best = probabilities[:, : tok.vocab_size].topk(3)
     given: list[float | None] = [None, *probabilities.gather(1, row[0, 1:, None].cpu())[:, 0].tolist()]
     likely = [
         [],

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from pocketgpt.corpus import Documents
 from pocketgpt.errors import UserError
 from pocketgpt.token_files import Ids, batches
 from pocketgpt.tokenizer import Tokenizer
 
-Documents = Callable[[], Iterable[str]]  # starts a new pass over those of this process
 BATCH = 1 << 16  # characters that are encoded at a time
 TOKENIZER_BYTES = 1 << 26  # of text at most that the tokenizer learns from
 HELD_OUT_BYTES = 1 << 22  # of text at most that is held out
 
 
 class Stream:
-    """What stands in a corpus for text whose size nobody knows."""
+    """What stands in a corpus for text whose size nobody knows. docs: those of this process."""
 
     def __init__(self, docs: Documents, tok: Tokenizer) -> None:
         self.docs, self.tok = docs, tok

@@ -31,6 +31,36 @@ def capped(logits: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
+def cross_entropy(logits: Tensor, ids: Tensor, softcap: float, needed: bool) -> tuple[Tensor, Tensor | None]:
+    """Sum of -log softmax(capped(logits))[id], and its gradient, like the logits, where it is needed.
+
+    logits (M, vocabulary), whose place may be taken, ids (N,): rows from N on are padding, which has no gradient.
+    """
+    n = len(ids)
+    if fused.loaded and logits.dtype == torch.bfloat16 and logits.device.type == "cpu":
+        ids = F.pad(ids, (0, len(logits) - n), value=IGNORE)
+        return fused.cross_entropy_(logits, ids, softcap, needed).sum(), logits if needed else None
+    dtype, wanted = logits.dtype, ids[:, None]
+    logits = logits[:n].float()
+    slope = None
+    if softcap:
+        logits.div_(softcap).tanh_()
+        slope = 1 - logits.square()  # of the cap, for the gradient
+        logits.mul_(softcap)
+    largest = logits.amax(-1, keepdim=True)
+    chosen = logits.gather(-1, wanted) - largest
+    p = logits.sub_(largest).exp_()
+    normalizer = p.sum(-1, keepdim=True)
+    loss = (normalizer.log() - chosen).sum()
+    if not needed:
+        return loss, None
+    p /= normalizer
+    p.scatter_add_(-1, wanted, torch.full_like(chosen, -1.0))
+    if slope is not None:
+        p *= slope
+    return loss, whole(p.to(dtype))
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     """Head and cross-entropy in one, chunk by chunk: (B x T, vocabulary) logits never exist at once.
 
@@ -50,37 +80,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         size = CHUNK[hidden.device.type]
         for start in range(0, hidden.size(0), size):
             rows = slice(start, start + size)
-            h, wanted = whole(hidden[rows].to(dtype)), targets[rows, None]
-            logits = F.linear(h, weight_low)
-            if fused.loaded and dtype == torch.bfloat16 and logits.device.type == "cpu":
-                ids = F.pad(targets[rows], (0, len(h) - len(wanted)), value=IGNORE)
-                total += fused.cross_entropy_(logits, ids, softcap, any(ctx.needs_input_grad)).sum()
-                if any(ctx.needs_input_grad):
-                    grad_hidden[rows] = (logits @ weight_low)[: len(wanted)]
-                    if grad_weight is not None:
-                        grad_weight += (logits.T @ h).to(weight.dtype)
+            h, ids = whole(hidden[rows].to(dtype)), targets[rows]
+            loss, gradient = cross_entropy(F.linear(h, weight_low), ids, softcap, any(ctx.needs_input_grad))
+            total += loss
+            if gradient is None:
                 continue
-            logits = logits[: len(wanted)].float()
-            slope = None
-            if softcap:
-                logits.div_(softcap).tanh_()
-                slope = 1 - logits.square()  # of the cap, for the gradient
-                logits.mul_(softcap)
-            largest = logits.amax(-1, keepdim=True)
-            chosen = logits.gather(-1, wanted) - largest
-            p = logits.sub_(largest).exp_()
-            normalizer = p.sum(-1, keepdim=True)
-            total += (normalizer.log() - chosen).sum()
-            if not any(ctx.needs_input_grad):
-                continue
-            p /= normalizer
-            p.scatter_add_(-1, wanted, torch.full_like(chosen, -1.0))
-            if slope is not None:
-                p *= slope
-            p = whole(p.to(dtype))
-            grad_hidden[rows] = (p @ weight_low)[: len(wanted)]
+            grad_hidden[rows] = (gradient @ weight_low)[: len(ids)]
             if grad_weight is not None:
-                grad_weight += (p.T @ h).to(weight.dtype)
+                grad_weight += (gradient.T @ h).to(weight.dtype)
         ctx.save_for_backward(grad_hidden, grad_weight)
         return total
 

@@ -29,9 +29,7 @@ from pocketgpt.errors import UserError
 from pocketgpt.loss import LinearCrossEntropy
 from pocketgpt.optim import OptimConfig, Optimizer, parameter_groups
 
-ON_A_CPU = (
-    1.2e9  # bytes: what training adds to the weights is kept within that, as more rows at once bring a CPU little
-)
+ON_A_CPU = 1.2e9  # bytes that training may add to the weights: more rows at once bring a CPU little
 SPARE = 0.9  # share of the memory to plan with: allocators round up, CUDA's own context and libraries take some
 
 

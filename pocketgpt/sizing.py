@@ -75,9 +75,9 @@ class Curve:
         i = min(max(1, bisect(x, operations)), len(x) - 1)
         slope = (y[i] - y[i - 1]) / (x[i] - x[i - 1])
         seconds = y[i - 1] + slope * (operations - x[i - 1])
-        return (
-            seconds if operations >= x[0] else max(seconds, y[0] * operations / x[0])
-        )  # less work, some time all the same
+        if operations < x[0]:  # less work takes some time all the same
+            seconds = max(seconds, y[0] * operations / x[0])
+        return seconds
 
 
 @dataclass(frozen=True)
