@@ -142,6 +142,14 @@ def test_muon_is_that_of_torch() -> None:
             assert max_diff(a, b) < 1e-6, name
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 5])
+def test_matrices_in_pieces_have_the_bits_of_all_at_once(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    matrices = torch.randn(5, 8, 24, generator=torch.Generator().manual_seed(0))
+    whole = optim.orthogonalize(matrices)
+    monkeypatch.setattr(optim, "CACHED", at_once * 8 * 24)
+    assert torch.equal(optim.orthogonalize(matrices), whole)
+
+
 def test_the_momentum_of_muon_rises_by_hand() -> None:
     """Constant gradients of one direction would hide it: it shows in the buffer, m <- momentum m + (1 - momentum) g."""
     model = tiny()
