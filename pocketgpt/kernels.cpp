@@ -46,6 +46,7 @@ constexpr int WIDE = 4;         // panels of weights at once
 constexpr int WIDE = 1;         // as many accumulators as there are registers
 #endif
 constexpr int64_t QUERIES = 4;  // that attention serves with each key that it reads
+constexpr int64_t AHEAD = 64;   // keys, or values, by which attention asks for them before it reads them
 constexpr int64_t MANY = 48;    // rows from which weights are widened into a buffer first
 
 struct Pair {  // bfloat16: two numbers that follow each other along K
@@ -501,6 +502,13 @@ inline Floats sums(Floats (&v)[LANES]) {
   return fold<1>(v[0], v[1], lanes);
 }
 
+// Ask for n numbers. What a head has of a token is a few lines of memory, and the processor itself sees no stream in them
+// where blocks of a pool lie apart, and too short a one where they do not (docs/LOG.md).
+template <typename T>
+inline void ahead(const T* p, int64_t n) {
+  for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(p + i);
+}
+
 // A query, how many keys it sees, and where its result goes.
 struct Query {
   const float* q;
@@ -520,6 +528,7 @@ void attend_some(const Query* query, const T* k, const T* v, const int64_t* k_at
   for (int64_t s = 0; s < keys; s += LANES) {
     Floats dots[NQ][LANES] = {};
     const int64_t n = std::min<int64_t>(LANES, keys - s);
+    for (int64_t j = s + AHEAD; j < std::min(s + AHEAD + LANES, keys); ++j) ahead(k + k_at[j], D);
     for (int64_t j = 0; j < n; j += 4) {
       const T* key[4];
       for (int i = 0; i < 4; ++i) key[i] = k + k_at[s + std::min(j + i, n - 1)];  // the last again: sums that nobody reads
@@ -567,13 +576,15 @@ void attend_some(const Query* query, const T* k, const T* v, const int64_t* k_at
   }
   auto mix = [&]<int NV>(int64_t d) {  // NV vectors of the result
     Floats acc[NQ][NV] = {};
-    for (int64_t s = 0; s < keys; ++s)
+    for (int64_t s = 0; s < keys; ++s) {
+      ahead(v + v_at[std::min(s + AHEAD, keys - 1)] + d, NV * LANES);
 #pragma GCC unroll 4
       for (int i = 0; i < NV; ++i) {
         const Floats b = widen(v + v_at[s] + d + i * LANES);
 #pragma GCC unroll 4
         for (int m = 0; m < NQ; ++m) acc[m][i] += scores[m * room + s] * b;
       }
+    }
     for (int m = 0; m < NQ; ++m)
       for (int i = 0; i < NV; ++i) store(query[m].out + d + i * LANES, acc[m][i] * share[m]);
   };
