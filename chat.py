@@ -3,6 +3,7 @@
     python chat.py                                        # checkpoints/latest
     python chat.py checkpoints/ckpt_base.pt --temperature 0
     python chat.py --prompt "What is 3 + 4?" --seed 1     # one answer on stdout, nothing else
+    python chat.py checkpoints/smollm2 --quant int8       # a quarter of the bytes to read for each token
     printf 'What is 3 + 4?\nAnd 5 + 4?\n' | python chat.py   # one turn per line
 
 docs/chat.md tells how the cache is kept across turns and what happens at the end of the context.
@@ -29,6 +30,7 @@ from pocketgpt import checkpoint, kernels
 from pocketgpt.device import pick_device
 from pocketgpt.errors import Parser, UserError, run
 from pocketgpt.files import write_text
+from pocketgpt.packed import FORMATS
 from pocketgpt.sampling import Settings
 from pocketgpt.session import Session
 
@@ -56,11 +58,13 @@ def main() -> None:
     device = pick_device(args.device)
     model = CachedGPT.from_loaded(loaded, device)
     millions = model.n_parameters() / 1e6
-    if device.type == "cpu":
-        if without_kernels := kernels.build():
-            note(f"{without_kernels}: the answers come on torch's operators, which takes longer")
-        else:
-            model.pack("float32")
+    without_kernels = kernels.build() if device.type == "cpu" else f"this is {device.type}"
+    if not without_kernels:  # rounded weights take rounded keys and values: a long context has more of these to read
+        model.pack(args.quant, "float32" if args.quant == "float32" else "bfloat16")
+    elif args.quant != "float32":
+        raise UserError(f"--quant {args.quant} is for a CPU with its C++ kernels, and {without_kernels}: leave it out")
+    elif device.type == "cpu":
+        note(f"{without_kernels}: the answers come on torch's operators, which takes longer")
     session = Session(
         model, loaded.tokenizer, settings, system=args.system, max_new_tokens=args.max_new_tokens, seed=args.seed
     )
@@ -71,7 +75,8 @@ def main() -> None:
         chat.ask(args.prompt)
     elif chat.interactive:
         note(
-            f"{args.checkpoint}: stage {loaded.stage}, {millions:.2f} M parameters, context of {session.block_size} tokens"
+            f"{args.checkpoint}: stage {loaded.stage}, {millions:.2f} M parameters in {args.quant}, "
+            f"context of {session.block_size} tokens"
         )
         if loaded.stage == "base":
             note("a base model goes on writing text; it learns to answer in the next stage: make sft")
@@ -107,6 +112,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: repeat less (off)")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="per answer (as many as fit)")
     parser.add_argument("--seed", type=int, metavar="N", help="same seed, same text (a new one each time)")
+    parser.add_argument(
+        "--quant",
+        default="float32",
+        choices=FORMATS,
+        help="weights in fewer bytes: faster, and a little less exact (%(default)s)",
+    )
     parser.add_argument("--device", default="auto", help="auto, cuda, mps or cpu (%(default)s)")
     args = parser.parse_args(arguments)
     for name, given in vars(args).items():

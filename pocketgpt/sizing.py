@@ -19,7 +19,7 @@ import torch
 from pocketgpt import device as machine
 from pocketgpt.errors import UserError
 from pocketgpt.loss import linear_cross_entropy
-from pocketgpt.optim import OptimConfig, Optimizer, parameter_groups
+from pocketgpt.optim import QUINTICS, OptimConfig, Optimizer, parameter_groups
 
 CHOSEN = ("n_layer", "n_embd", "n_head", "n_kv_head")  # keys of the model, 0 where they are to be chosen
 # Blocks and width of the sizes to choose from: heads of 64, depth and width as in configs/model/1m.yaml to 350m.yaml.
@@ -159,7 +159,7 @@ def optimizer_work(model: Any, optim_config: OptimConfig) -> float:
     if optim_config.name == "adamw":
         return float(model.n_parameters())
     sides = [sorted(parameter.shape) for parameter in parameter_groups(model)[0]]
-    return sum(5.0 * (4 * short * short * long + 2 * short**3) for short, long in sides)
+    return float(len(QUINTICS) * sum(4 * short * short * long + 2 * short**3 for short, long in sides))
 
 
 def ladder(network: Callable[[dict[str, int]], Any], optim_config: OptimConfig, length: int) -> list[Size]:

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import max_diff
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import chat
 from base_model import GPT, GPTConfig
-from kv_cache import CachedGPT
-from pocketgpt import checkpoint, kernels, session, shapes, sources
+from kv_cache import CachedGPT, full_pass
+from pocketgpt import checkpoint, kernels, packed, session, shapes, sources
 from pocketgpt.chat_template import check_messages, render, render_prompt
 from pocketgpt.errors import UserError
 from pocketgpt.sampling import Settings
@@ -374,6 +375,42 @@ def test_same_seed_same_text(program) -> None:
     assert program("--prompt", "a", "--temperature", "0", *few) == program("--prompt", "a", "--top-k", "1", *few)
 
 
+@pytest.mark.parametrize("format", packed.FORMATS)
+def test_answers_are_those_of_weights_in_the_format_asked_for(format: str, program, folder, monkeypatch) -> None:
+    """With bfloat16 keys and values where weights are rounded: against the full pass of the model that was rounded so."""
+    loaded = checkpoint.load(folder)
+    plain, rounded = (GPT.from_loaded(loaded) for _ in range(2))
+    packed.rounded(rounded, format)
+    kind = "static" if format == "float32" else "bfloat16"
+    away, moved, held = [], [], set()
+
+    class Compared(Session):
+        def _extend(self, ids: list[int]) -> torch.Tensor:
+            logits = super()._extend(ids)
+            text = torch.tensor([self.cached])
+            away.append(max_diff(logits, full_pass(rounded, text, kind)[:, -1]))
+            held.add(self.cache.k[0].dtype)
+            moved.append(max_diff(logits, full_pass(plain, text, "static")[:, -1]))
+            return logits
+
+    monkeypatch.setattr(chat, "Session", Compared)
+    program("--prompt", "hello", "--temperature", "0", "--max-new-tokens", "8", "--quant", format)
+    assert len(away) == 8
+    assert max(away) < 1e-4
+    assert format == "float32" or min(moved) > 4e-4
+    assert held == {torch.float32 if format == "float32" else torch.bfloat16}
+
+
+def test_fewer_bytes_need_the_kernels(program, monkeypatch) -> None:
+    monkeypatch.setattr(kernels, "build", lambda: "no C++ compiler was found")
+    with pytest.raises(
+        UserError, match="--quant int8 is for a CPU with its C.. kernels, and no C.. compiler was found"
+    ):
+        program("--prompt", "hello", "--quant", "int8")
+    out, err = program("--prompt", "hello", "--max-new-tokens", "3")
+    assert out and "no C++ compiler was found: the answers come on torch's operators" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "stdin", "message"),
     [
@@ -384,6 +421,7 @@ def test_same_seed_same_text(program) -> None:
         (["--min-p", "nan"], "", "min_p is nan"),
         (["--max-new-tokens", "0"], "", "max_new_tokens is 0"),
         (["--device", "abacus"], "", "device=abacus"),
+        (["--quant", "int3"], "", "argument --quant: invalid choice: 'int3'"),
         (["--prompt", " "], "", "prompt is empty"),
         (["--prompt", "\udcff"], "", "surrogate"),
         (["--prompt", "a" + "\n" * 4096], "", r"too long for the context of 4096, of which 1024"),
@@ -551,7 +589,7 @@ def test_in_a_terminal(folder: Path, tmp_path: Path) -> None:
         until(b"> ")
         time.sleep(0.3)  # readline prints the prompt before it takes over the terminal
 
-    until(b"latest: stage sft, 0.04 M parameters, context of 4096 tokens")
+    until(b"latest: stage sft, 0.04 M parameters in float32, context of 4096 tokens")
 
     def ask_and_stop(keys: bytes) -> None:
         os.write(terminal, keys)

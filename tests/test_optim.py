@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from helpers import SHAPES, max_diff, random_ids, tiny
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from base_model import GPT, PRESETS
@@ -125,7 +125,8 @@ def test_muon_is_for_the_matrices_of_blocks_and_makes_their_update_nearly_orthog
             assert torch.equal(parameter, twin), name
 
 
-def test_muon_is_that_of_torch() -> None:
+def test_muon_is_that_of_torch_but_for_the_quintics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optim, "QUINTICS", ((3.4445, -4.7750, 2.0315),) * 5)  # of Jordan et al., in torch's Muon
     ours, theirs = tiny(), tiny()
     optimizer = Optimizer(ours, config(**MUON), lr=0.01)
     matrices = [p for name, p in theirs.named_parameters() if name.startswith("blocks.") and p.dim() == 2]
@@ -140,6 +141,50 @@ def test_muon_is_that_of_torch() -> None:
     for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         if name.startswith("blocks.") and a.dim() == 2:
             assert max_diff(a, b) < 1e-6, name
+
+
+def test_each_quintic_is_the_best_for_where_those_before_left_the_values() -> None:
+    """Chebyshev: an odd quintic is the nearest to 1 on an interval if its distance is the same at four points, one more than it
+    has coefficients, with alternating signs: here the ends and the two places in between where it turns."""
+    low, high = 0.003, 1.0
+    for a, b, c in optim.QUINTICS:
+        ends = low, 1.02 * high
+        turns = sorted(math.sqrt((-3 * b + sign * math.sqrt(9 * b * b - 20 * a * c)) / (10 * c)) for sign in (1, -1))
+        values = [a * x + b * x**3 + c * x**5 for x in (ends[0], *turns, ends[1])]
+        assert ends[0] < turns[0] < turns[1] < ends[1]
+        off = 1 - values[0]
+        assert values == pytest.approx([1 - off, 1 + off, 1 - off, 1 + off], abs=1e-3)
+        low, high = min(values), max(values)
+    assert (low, high) == pytest.approx((0.7788, 1.2212), abs=1e-3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    n=st.integers(1, 48),
+    more=st.integers(0, 80),
+    rank=st.integers(1, 48),
+    scale=st.floats(-5, 15),
+    decades=st.floats(0, 1.5),
+    seed=st.integers(0, 9),
+)
+def test_singular_values_go_near_1_and_their_vectors_stay(
+    n: int, more: int, rank: int, scale: float, decades: float, seed: int
+) -> None:
+    """Of matrices of any rank and size, in exact arithmetic; where the rank is 1, a value is all that the norm allows. bfloat16
+    mixes small values up, but makes none large."""
+    generator = torch.Generator().manual_seed(seed)
+    u, v = (torch.linalg.qr(torch.randn(k, n, generator=generator).double()).Q for k in (n, n + more))
+    values = 10 ** -(decades * torch.rand(n, generator=generator).double())
+    values[rank:] = 0
+    values /= values.norm()
+    matrix = (u * values @ v.T * 10**scale)[None]
+    with pytest.MonkeyPatch.context() as exactly:
+        exactly.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
+        among = u.T @ optim.orthogonalize(matrix)[0] @ v
+    found = among.diagonal()
+    assert found[:rank].min() > 0.778 and found.max() < 1.222
+    assert (among - found.diag()).abs().max() < 1e-9
+    assert torch.linalg.svdvals(optim.orthogonalize(matrix)[0].float()).max() < 1.4
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 5])
