@@ -82,9 +82,10 @@ def test_waiting_is_recorded_as_a_share(
 
 def test_a_source_that_hangs_does_not_keep_the_program() -> None:
     code = """
-import sys, threading, torch
+import signal, threading, torch
 from pocketgpt.errors import run
 from pocketgpt.loading import Loader
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background inherits that it is ignored
 def make(step):
     if step == 2:
         print("hanging", flush=True)
