@@ -5,7 +5,8 @@
 // multiply-adds; docs/LOG.md has the comparison with torch's own kernels. Every output is one dot product, always
 // summed in the same order, so a row's result does not depend, to the last bit, on what other rows are in the batch.
 //
-// Portable C++ with the vector extensions that gcc and clang share; one conversion is spelled out for AVX-512.
+// Portable C++ with the vector extensions that gcc and clang share, in vectors as wide as the processor's: gcc keeps wider
+// ones in memory instead of registers. A few instructions that it does not find by itself are spelled out.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -22,8 +23,10 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 #ifdef __AMX_BF16__
 #include <sys/syscall.h>
@@ -32,19 +35,26 @@
 
 namespace {
 
-constexpr int LANES = 16;
+constexpr int PANEL = 16;  // outputs whose weights lie side by side
 constexpr int GROUP = 32;  // int4 weights that share a scale
 constexpr int64_t RUN = 128;  // products that are summed one after another, before their sum joins that of the others
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint16_t Halves __attribute__((vector_size(32)));
-typedef int8_t Bytes __attribute__((vector_size(16)));
-
 #ifdef __AVX512F__
-constexpr int WIDE = 4;         // panels of weights at once
+constexpr int LANES = 16, SUMS = 24;  // floats in a vector, and vectors of sums that registers hold beside their factors
+#elif defined(__AVX__)
+constexpr int LANES = 8, SUMS = 12;
+#elif defined(__aarch64__)
+constexpr int LANES = 4, SUMS = 24;
 #else
-constexpr int WIDE = 1;         // as many accumulators as there are registers
+constexpr int LANES = 4, SUMS = 12;
 #endif
+constexpr int PARTS = PANEL / LANES;  // vectors that cover a panel
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
+
+constexpr int WIDE = 4;         // panels of weights at once, at most
+constexpr int ROWS = 6;         // of what they are multiplied with at once, at most
 constexpr int64_t QUERIES = 4;  // that attention serves with each key that it reads
 constexpr int64_t AHEAD = 64;   // keys, or values, by which attention asks for them before it reads them
 constexpr int64_t MANY = 48;    // rows from which weights are widened into a buffer first
@@ -73,18 +83,24 @@ inline Floats widen(const at::BFloat16* p) {  // bfloat16 is the upper half of a
   return load<Floats>(&bits);
 }
 
-inline Halves narrow(Floats v) {  // to the nearest bfloat16, or the even one of two
+// What bfloat16 weights are multiplied with: numbers rounded to the nearest bfloat16, or the even one of two. They are kept
+// as float32 where the processor does not multiply bfloat16 itself.
 #ifdef __AVX512BF16__
-  return (Halves)_mm512_cvtneps_pbh((__m512)v);
+typedef at::BFloat16 Rounded;
+inline Halves rounded(Floats v) { return (Halves)_mm512_cvtneps_pbh((__m512)v); }
 #else
-  const Ints bits = load<Ints>(&v);
-  return __builtin_convertvector(v == v ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : Ints{} + 0x7fc0, Halves);
-#endif
+typedef float Rounded;
+inline Floats rounded(Floats v) {
+  const Ints bits = load<Ints>(&v), upper = (bits + 0x7fff + (bits >> 16 & 1)) >> 16 << 16;
+  return v == v ? load<Floats>(&upper) : v;
 }
+#endif
 
 inline Ints widen_bytes(Bytes b) {
-#ifdef __AVX512F__  // gcc 12 takes this conversion apart into single bytes
+#if defined(__AVX512F__)  // gcc 12 takes this conversion apart into single bytes
   return (Ints)_mm512_cvtepi8_epi32((__m128i)b);
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(&b)));
 #else
   return __builtin_convertvector(b, Ints);
 #endif
@@ -96,13 +112,17 @@ inline float one(const float* p) { return *p; }
 inline float one(const at::BFloat16* p) { return static_cast<float>(*p); }
 inline float one(const int8_t* p) { return *p; }
 
-// a b + c with one rounding. By name where the compiler is free to choose, and chose differently for one row and for six.
+// a b + c, with one rounding where the processor can. By name: the compiler is free to choose, and chose differently for one
+// row and for six.
 inline Floats fused(Floats a, Floats b, Floats c) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
-  for (int i = 0; i < LANES; ++i) c[i] = std::fma(a[i], b[i], c[i]);
-  return c;
+  return a * b + c;
 #endif
 }
 
@@ -112,21 +132,35 @@ inline float sum(Floats v) {
   return v[0];
 }
 
-// acc[m][v] += x[m] . (outputs of panel v) over k in [from, to), for MR rows of x (M, K) and NV panels, in the order of k.
+// Where vector v of outputs has its weights, or scales, for the k-th of K steps.
+inline int64_t place(int v, int64_t k, int64_t K) { return (v / PARTS * K + k) * PANEL + v % PARTS * LANES; }
+
+// acc[m][v] += x[m] . (outputs of vector v) over k in [from, to), for MR rows of x (M, K) and NV vectors of outputs, in the
+// order of k.
 template <int MR, int NV, typename W>
 inline void dots(const float* x, const W* w, const float*, int64_t K, int64_t from, int64_t to, Floats (&acc)[MR][NV]) {
   for (int64_t k = from; k < to; ++k) {
     Floats b[NV];
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) {
-      const W* p = w + (v * K + k) * LANES;
-      b[v] = widen(p);
-    }
+#pragma GCC unroll 16
+    for (int v = 0; v < NV; ++v) b[v] = widen(w + place(v, k, K));
 #pragma GCC unroll 8
     for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) acc[m][v] += x[m * K + k] * b[v];
+#pragma GCC unroll 16
+      for (int v = 0; v < NV; ++v) acc[m][v] = fused(Floats{} + x[m * K + k], b[v], acc[m][v]);
   }
+}
+
+// The same for weights of which two that follow each other along K are read together: x[m][k] even + x[m][k + 1] odd.
+template <int MR, int NV>
+inline void add_two(const float* x, int64_t K, int64_t k, const Floats (&even)[NV], const Floats (&odd)[NV],
+                    Floats (&acc)[MR][NV]) {
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; ++m)
+#pragma GCC unroll 16
+    for (int v = 0; v < NV; ++v) {
+      acc[m][v] = fused(Floats{} + x[m * K + k], even[v], acc[m][v]);
+      acc[m][v] = fused(Floats{} + x[m * K + k + 1], odd[v], acc[m][v]);
+    }
 }
 
 template <int MR, int NV>
@@ -134,55 +168,60 @@ inline void dots(const float* x, const Nibbles* w, const float* scale, int64_t K
                  Floats (&acc)[MR][NV]) {
   for (int64_t g = from / GROUP; g < to / GROUP; ++g) {
     Floats s[NV];
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) s[v] = load<Floats>(scale + (v * (K / GROUP) + g) * LANES);
+#pragma GCC unroll 16
+    for (int v = 0; v < NV; ++v) s[v] = load<Floats>(scale + place(v, g, K / GROUP));
     for (int64_t k = g * GROUP; k < (g + 1) * GROUP; k += 2) {
       Floats even[NV], odd[NV];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int v = 0; v < NV; ++v) {
-        const Nibbles* p = w + (v * K + k) / 2 * LANES;
-        const Ints pair = widen_bytes(load<Bytes>(p));
+        const Ints pair = widen_bytes(load<Bytes>(w + place(v, k / 2, K / 2)));
         even[v] = __builtin_convertvector((pair & 15) - 8, Floats) * s[v];
         odd[v] = __builtin_convertvector(((pair >> 4) & 15) - 8, Floats) * s[v];
       }
-#pragma GCC unroll 8
-      for (int m = 0; m < MR; ++m)
-#pragma GCC unroll 8
-        for (int v = 0; v < NV; ++v) {
-          acc[m][v] += x[m * K + k] * even[v];
-          acc[m][v] += x[m * K + k + 1] * odd[v];
-        }
+      add_two(x, K, k, even, odd, acc);
     }
   }
+}
+
+inline Floats even_of(const Pair* p) {
+  const Ints bits = load<Ints>(p) << 16;
+  return load<Floats>(&bits);
+}
+
+inline Floats odd_of(const Pair* p) {
+  const Ints bits = load<Ints>(p) >> 16 << 16;
+  return load<Floats>(&bits);
 }
 
 // Both rounded to bfloat16, as the processors that multiply it want them; products and sums are float32.
 template <int MR, int NV>
-inline void dots(const Pair* x, const Pair* w, const float*, int64_t K, int64_t from, int64_t to, Floats (&acc)[MR][NV]) {
-  for (int64_t k = from / 2; k < to / 2; ++k) {
+inline void dots(const Rounded* x, const Pair* w, const float*, int64_t K, int64_t from, int64_t to,
+                 Floats (&acc)[MR][NV]) {
+  for (int64_t k = from; k < to; k += 2) {
+#ifdef __AVX512BF16__
     Ints b[NV];
 #pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) b[v] = load<Ints>(w + (v * K / 2 + k) * LANES);
+    for (int v = 0; v < NV; ++v) b[v] = load<Ints>(w + place(v, k / 2, K / 2));
 #pragma GCC unroll 8
     for (int m = 0; m < MR; ++m) {
-      const int32_t pair = load<int32_t>(x + m * K / 2 + k);
+      const __m512bh pair = (__m512bh)_mm512_set1_epi32(load<int32_t>(x + m * K + k));
 #pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) {
-#ifdef __AVX512BF16__
-        acc[m][v] = (Floats)_mm512_dpbf16_ps((__m512)acc[m][v], (__m512bh)_mm512_set1_epi32(pair), (__m512bh)b[v]);
-#else
-        const Ints even = b[v] << 16, odd = b[v] >> 16 << 16;
-        const int32_t first = pair << 16, second = pair >> 16 << 16;
-        acc[m][v] += load<float>(&first) * load<Floats>(&even);
-        acc[m][v] += load<float>(&second) * load<Floats>(&odd);
-#endif
-      }
+      for (int v = 0; v < NV; ++v) acc[m][v] = (Floats)_mm512_dpbf16_ps((__m512)acc[m][v], pair, (__m512bh)b[v]);
     }
+#else
+    Floats even[NV], odd[NV];
+#pragma GCC unroll 16
+    for (int v = 0; v < NV; ++v) {
+      const Pair* p = w + place(v, k / 2, K / 2);
+      even[v] = even_of(p), odd[v] = odd_of(p);
+    }
+    add_two(x, K, k, even, odd, acc);
+#endif
   }
 }
 
 template <typename W>
-using Factor = std::conditional_t<std::is_same_v<W, Pair>, Pair, float>;  // what weights of this kind are multiplied with
+using Factor = std::conditional_t<std::is_same_v<W, Pair>, Rounded, float>;  // what weights of this kind are multiplied with
 
 struct Product {
   const void* x;  // (M, K) of Factor<W>
@@ -194,7 +233,7 @@ struct Product {
 
 template <typename W>
 inline const Factor<W>* row(const Product& p, int64_t m) {
-  return static_cast<const Factor<W>*>(p.x) + m * p.K / (std::is_same_v<W, Pair> ? 2 : 1);
+  return static_cast<const Factor<W>*>(p.x) + m * p.K;
 }
 
 // The first n of LANES floats at p; the others are 0.
@@ -228,8 +267,8 @@ bool matrix_unit() {
 // What lies in memory is as the source says: gcc does not know what the instructions of the unit read and write.
 inline void settle(const void* p) { __asm__ volatile("" : : "r"(p) : "memory"); }
 
-// sums (M, NV) += x times the weights of NV panels. The unit multiplies 16 rows of 16 pairs with 16 pairs of 16 outputs,
-// each row for itself. Tiles 0 to 3 are sums, 4 is x, 5 and 6 are weights.
+// sums (M, NV) += x times the weights of NV vectors of outputs, here panels. The unit multiplies 16 rows of 16 pairs with 16
+// pairs of 16 outputs, each row for itself. Tiles 0 to 3 are sums, 4 is x, 5 and 6 are weights.
 template <int NV>
 void add_tiles(const Product& p, const Pair* w, Floats* sums) {
   struct {
@@ -252,20 +291,22 @@ void add_tiles(const Product& p, const Pair* w, Floats* sums) {
       Floats* out = sums + m * NV;
       settle(out);
       _tile_loadd(0, out, line);
-      if constexpr (NV == 4) {
-        _tile_loadd(1, out + 1, line);
+      if constexpr (NV > 1) _tile_loadd(1, out + 1, line);
+      if constexpr (NV > 2) {
         _tile_loadd(2, out + 2, line);
         _tile_loadd(3, out + 3, line);
       }
       for (int64_t k = from; k < std::min(from + SOME, p.K); k += STEP) {
-        const Pair* b = w + k / 2 * LANES;
-        const int64_t next = p.K / 2 * LANES;
-        _tile_loadd(4, row<Pair>(p, m) + k / 2, p.K * 2);
+        const Pair* b = w + k / 2 * PANEL;
+        const int64_t next = p.K / 2 * PANEL;
+        _tile_loadd(4, row<Pair>(p, m) + k, p.K * 2);
         _tile_loadd(5, b, 64);
         _tile_dpbf16ps(0, 4, 5);
-        if constexpr (NV == 4) {
+        if constexpr (NV > 1) {
           _tile_loadd(6, b + next, 64);
           _tile_dpbf16ps(1, 4, 6);
+        }
+        if constexpr (NV > 2) {
           _tile_loadd(5, b + 2 * next, 64);
           _tile_dpbf16ps(2, 4, 5);
           _tile_loadd(6, b + 3 * next, 64);
@@ -273,8 +314,8 @@ void add_tiles(const Product& p, const Pair* w, Floats* sums) {
         }
       }
       _tile_stored(0, out, line);
-      if constexpr (NV == 4) {
-        _tile_stored(1, out + 1, line);
+      if constexpr (NV > 1) _tile_stored(1, out + 1, line);
+      if constexpr (NV > 2) {
         _tile_stored(2, out + 2, line);
         _tile_stored(3, out + 3, line);
       }
@@ -284,11 +325,12 @@ void add_tiles(const Product& p, const Pair* w, Floats* sums) {
 }
 #endif
 
-// sums (M, NV) += x times the weights of NV panels. Each run of products has a sum of its own, which joins the others: one
-// running sum over all of K would round several times as much. All rows take the weights of a run while the first-level
-// cache holds them.
+// sums (M, NV) += x times the weights of NV vectors of outputs. Each run of products has a sum of its own, which joins the
+// others: one running sum over all of K would round several times as much. All rows take the weights of a run while the
+// first-level cache holds them.
 template <int NV, typename W>
 void add_panels(const Product& p, const W* w, const float* group_scales, Floats* sums) {
+  constexpr int most = std::min(ROWS, SUMS / NV);  // rows at once
   for (int64_t k = 0; k < p.K; k += RUN) {
     auto add = [&]<int MR>(int64_t m) {
       Floats some[MR][NV] = {};
@@ -297,20 +339,21 @@ void add_panels(const Product& p, const W* w, const float* group_scales, Floats*
         for (int v = 0; v < NV; ++v) sums[(m + i) * NV + v] += some[i][v];
     };
     int64_t m = 0;
-    for (; m + 6 <= p.M; m += 6) add.template operator()<6>(m);
-    switch (p.M - m) {
-      case 1: add.template operator()<1>(m); break;
-      case 2: add.template operator()<2>(m); break;
-      case 3: add.template operator()<3>(m); break;
-      case 4: add.template operator()<4>(m); break;
-      case 5: add.template operator()<5>(m); break;
-    }
+    for (; m + most <= p.M; m += most) add.template operator()<most>(m);
+    auto rest = [&]<int MR>(auto self) {  // as many as are left
+      if constexpr (MR > 0) {
+        if (p.M - m == MR) add.template operator()<MR>(m);
+        else self.template operator()<MR - 1>(self);
+      }
+    };
+    rest.template operator()<most - 1>(rest);
   }
 }
 
-// y for NV panels from `panel` on, from their weights at w.
-template <int NV, typename W>
+// y for NP panels from `panel` on, from their weights at w.
+template <int NP, typename W>
 void panels(const Product& p, const W* w, const float* group_scales, int64_t panel, Scratch& scratch) {
+  constexpr int NV = NP * PARTS;
   scratch.sums.assign(p.M * NV, Floats{});
   auto add = [&] {
 #ifdef __AMX_BF16__
@@ -321,7 +364,8 @@ void panels(const Product& p, const W* w, const float* group_scales, int64_t pan
   };
   add();
   for (int v = 0; v < NV; ++v) {
-    const int64_t n = (panel + v) * LANES, width = std::min<int64_t>(LANES, p.N - n);
+    const int64_t n = panel * PANEL + v * LANES, width = std::min<int64_t>(LANES, p.N - n);
+    if (width <= 0) break;
     const Floats scale = p.scale ? part(p.scale + n, width) : Floats{} + 1.0f;
     const Floats bias = p.bias ? part(p.bias + n, width) : Floats{};
     for (int64_t m = 0; m < p.M; ++m) {
@@ -333,37 +377,46 @@ void panels(const Product& p, const W* w, const float* group_scales, int64_t pan
   }
 }
 
-// Many rows: widen the weights of NV panels once, to what `dots` would have made of them each time.
-template <int NV, typename W>
+// Many rows: widen the weights of NP panels once, to what `dots` would have made of them each time.
+template <int NP, typename W>
 void widened(const Product& p, const W* w, const float* group_scales, int64_t panel, Scratch& scratch) {
-  scratch.weights.resize(NV * p.K * LANES);
-  if constexpr (std::is_same_v<W, Nibbles>) {
-    for (int64_t k = 0; k < NV * p.K; ++k) {
-      const Ints pair = widen_bytes(load<Bytes>(w + k / 2 * LANES));
-      const Floats value = __builtin_convertvector(((k % 2 ? pair >> 4 : pair) & 15) - 8, Floats);
-      store(scratch.weights.data() + k * LANES, value * load<Floats>(group_scales + k / GROUP * LANES));
+  scratch.weights.resize(NP * p.K * PANEL);
+  for (int64_t k = 0; k < NP * p.K; ++k)
+    for (int v = 0; v < PARTS; ++v) {
+      const int64_t one = place(v, k, 0), pair = place(v, k / 2, 0);
+      Floats value;
+      if constexpr (std::is_same_v<W, Nibbles>) {
+        const Ints both = widen_bytes(load<Bytes>(w + pair));
+        value = __builtin_convertvector(((k % 2 ? both >> 4 : both) & 15) - 8, Floats);
+        value *= load<Floats>(group_scales + place(v, k / GROUP, 0));
+      } else if constexpr (std::is_same_v<W, Pair>) {
+        value = k % 2 ? odd_of(w + pair) : even_of(w + pair);
+      } else {
+        value = widen(w + one);
+      }
+      store(scratch.weights.data() + one, value);
     }
-  } else {
-    for (int64_t k = 0; k < NV * p.K; ++k) store(scratch.weights.data() + k * LANES, widen(w + k * LANES));
-  }
-  panels<NV>(p, scratch.weights.data(), nullptr, panel, scratch);
+  panels<NP>(p, scratch.weights.data(), nullptr, panel, scratch);
 }
 
 // The share [begin, end) of the panels of y.
 template <typename W>
 void multiply(Product p, const W* w, int64_t begin, int64_t end, Scratch& scratch) {
   constexpr bool grouped = std::is_same_v<W, Nibbles>;
+  constexpr bool plain = std::is_same_v<Factor<W>, W> || !std::is_same_v<Factor<W>, float>;  // nothing to widen
   const float* group_scales = grouped ? p.scale : nullptr;
   if (grouped) p.scale = nullptr;
-  auto some = [&]<int NV>(int64_t panel) {
-    const W* here = w + panel * LANES * p.K / (grouped || std::is_same_v<W, Pair> ? 2 : 1);
-    const float* scales = grouped ? group_scales + panel * LANES * (p.K / GROUP) : nullptr;
-    if constexpr (std::is_same_v<W, float> || std::is_same_v<W, Pair>) panels<NV>(p, here, scales, panel, scratch);
-    else if (p.M < MANY) panels<NV>(p, here, scales, panel, scratch);
-    else widened<NV>(p, here, scales, panel, scratch);
+  auto some = [&]<int NP>(int64_t panel) {
+    const W* here = w + panel * PANEL * p.K / (grouped || std::is_same_v<W, Pair> ? 2 : 1);
+    const float* scales = grouped ? group_scales + panel * PANEL * (p.K / GROUP) : nullptr;
+    if (plain || p.M < MANY) return panels<NP>(p, here, scales, panel, scratch);
+    if constexpr (!plain) widened<NP>(p, here, scales, panel, scratch);
   };
+  const int64_t fit = SUMS / PARTS / std::clamp<int64_t>(p.M, 1, ROWS);  // panels whose sums are in registers
   int64_t n = begin;
-  for (; n + WIDE <= end; n += WIDE) some.template operator()<WIDE>(n);
+  if constexpr (SUMS / PARTS >= WIDE)
+    for (; fit >= WIDE && n + WIDE <= end; n += WIDE) some.template operator()<WIDE>(n);
+  for (; fit >= 2 && n + 2 <= end; n += 2) some.template operator()<2>(n);
   for (; n < end; ++n) some.template operator()<1>(n);
 }
 
@@ -378,17 +431,17 @@ struct Matrix {
   bool paired() const { return weight.scalar_type() == at::kBFloat16; }
   // Of the packed weights: bfloat16 is padded with zeros to a multiple of 32.
   int64_t K() const { return weight.size(1) * (paired() || weight.scalar_type() == at::kByte ? 2 : 1); }
-  int64_t panels() const { return (N + LANES - 1) / LANES; }
+  int64_t panels() const { return (N + PANEL - 1) / PANEL; }
 
-  // Rows [begin, end) of x (M, width) as `multiply` wants them for bfloat16, (M, K / 2).
-  void pair(const float* x, int64_t width, int64_t begin, int64_t end, Pair* out) const {
+  // Rows [begin, end) of x (M, width) as `multiply` wants them for bfloat16, (M, K).
+  void round(const float* x, int64_t width, int64_t begin, int64_t end, Rounded* out) const {
     for (int64_t m = begin; m < end; ++m) {
-      at::BFloat16* to = out[m * K() / 2].one;
+      Rounded* to = out + m * K();
       parts(width, [&](int64_t k, int64_t n) {
-        const Halves halves = narrow(part(x + m * width + k, n));
-        std::memcpy(to + k, &halves, n * sizeof(at::BFloat16));
+        const auto some = rounded(part(x + m * width + k, n));
+        std::memcpy(to + k, &some, n * sizeof(Rounded));
       });
-      std::fill(to + width, to + K(), at::BFloat16(0.0f));
+      std::fill(to + width, to + K(), Rounded(0.0f));
     }
   }
 
@@ -413,30 +466,32 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const OptionalTensor
   sizes.back() = N;
   const at::Tensor flat = x.contiguous(), y = at::empty(sizes, x.options());
   const int64_t M = x.numel() / x.size(-1);
-  std::vector<Pair> pairs(matrix.paired() ? M * matrix.K() / 2 : 0);
+  std::vector<Rounded> factors(matrix.paired() ? M * matrix.K() : 0);
   const float* from = flat.const_data_ptr<float>();
   if (matrix.paired())
-    at::parallel_for(0, M, 16, [&](int64_t begin, int64_t end) { matrix.pair(from, x.size(-1), begin, end, pairs.data()); });
+    at::parallel_for(0, M, 16, [&](int64_t begin, int64_t end) {
+      matrix.round(from, x.size(-1), begin, end, factors.data());
+    });
   at::parallel_for(0, matrix.panels(), 1, [&](int64_t begin, int64_t end) {
     Scratch scratch;
-    const void* factors = matrix.paired() ? static_cast<const void*>(pairs.data()) : from;
-    matrix.multiply(factors, M, y.mutable_data_ptr<float>(), false, begin, end, scratch);
+    const void* what = matrix.paired() ? static_cast<const void*>(factors.data()) : from;
+    matrix.multiply(what, M, y.mutable_data_ptr<float>(), false, begin, end, scratch);
   });
   return y;
 }
 
 template <typename W>
 void gather(const W* w, const float* scale, int64_t id, int64_t K, int64_t width, float* out) {
-  const int64_t panel = id / LANES, lane = id % LANES;
+  const int64_t panel = id / PANEL, lane = id % PANEL;
   for (int64_t k = 0; k < width; ++k) {
-    const int64_t at = (panel * K + k) / 2 * LANES + lane;  // of two weights
+    const int64_t at = (panel * K + k) / 2 * PANEL + lane;  // of two weights
     if constexpr (std::is_same_v<W, Nibbles>) {
       const uint8_t pair = w[at].pair;
-      out[k] = static_cast<float>((k % 2 ? pair >> 4 : pair & 15) - 8) * scale[(panel * K + k) / GROUP * LANES + lane];
+      out[k] = static_cast<float>((k % 2 ? pair >> 4 : pair & 15) - 8) * scale[(panel * K + k) / GROUP * PANEL + lane];
     } else if constexpr (std::is_same_v<W, Pair>) {
       out[k] = one(&w[at].one[k % 2]);
     } else {
-      out[k] = one(w + (panel * K + k) * LANES + lane) * (scale ? scale[id] : 1.0f);
+      out[k] = one(w + (panel * K + k) * PANEL + lane) * (scale ? scale[id] : 1.0f);
     }
   }
 }
@@ -481,7 +536,7 @@ inline Floats exponential(Floats x) {
   return p * load<Floats>(&scale);
 }
 
-// Two vectors of sums that are to be added up, H at a time in each of 16 / (2 H) parts: one vector of parts of H.
+// Two vectors of sums that are to be added up, H at a time in each of LANES / (2 H) parts: one vector of parts of H.
 template <int H, int... J>
 inline Floats fold(Floats a, Floats b, std::integer_sequence<int, J...>) {
 #ifdef __clang__
@@ -493,13 +548,14 @@ inline Floats fold(Floats a, Floats b, std::integer_sequence<int, J...>) {
 #endif
 }
 
-// The sums of 16 vectors, each in the order of `sum`.
-inline Floats sums(Floats (&v)[LANES]) {
-  constexpr auto lanes = std::make_integer_sequence<int, LANES>();
-  for (int i = 0; i < 8; ++i) v[i] = fold<8>(v[2 * i], v[2 * i + 1], lanes);
-  for (int i = 0; i < 4; ++i) v[i] = fold<4>(v[2 * i], v[2 * i + 1], lanes);
-  for (int i = 0; i < 2; ++i) v[i] = fold<2>(v[2 * i], v[2 * i + 1], lanes);
-  return fold<1>(v[0], v[1], lanes);
+// The sum of each of 2 H vectors, in the order of `sum`.
+template <int H = LANES / 2>
+inline Floats sums(Floats* v) {
+  if constexpr (H == 0) return v[0];
+  else {
+    for (int i = 0; i < H; ++i) v[i] = fold<H>(v[2 * i], v[2 * i + 1], std::make_integer_sequence<int, LANES>());
+    return sums<H / 2>(v);
+  }
 }
 
 // Ask for n numbers. What a head has of a token is a few lines of memory, and the processor itself sees no stream in them
@@ -522,6 +578,7 @@ struct Query {
 template <int NQ, typename T>
 void attend_some(const Query* query, const T* k, const T* v, const int64_t* k_at, const int64_t* v_at, const bool* seen,
                  int64_t D, float* scores, int64_t room) {
+  constexpr int SOME = NQ * 4 <= SUMS ? 4 : 2;  // keys at once, or vectors of values
   const float scale = 1.0f / std::sqrt(static_cast<float>(D));
   int64_t keys = 0;
   for (int i = 0; i < NQ; ++i) keys = std::max(keys, query[i].keys);
@@ -529,21 +586,21 @@ void attend_some(const Query* query, const T* k, const T* v, const int64_t* k_at
     Floats dots[NQ][LANES] = {};
     const int64_t n = std::min<int64_t>(LANES, keys - s);
     for (int64_t j = s + AHEAD; j < std::min(s + AHEAD + LANES, keys); ++j) ahead(k + k_at[j], D);
-    for (int64_t j = 0; j < n; j += 4) {
-      const T* key[4];
-      for (int i = 0; i < 4; ++i) key[i] = k + k_at[s + std::min(j + i, n - 1)];  // the last again: sums that nobody reads
-      Floats acc[NQ][4] = {};
+    for (int64_t j = 0; j < n; j += SOME) {
+      const T* key[SOME];
+      for (int i = 0; i < SOME; ++i) key[i] = k + k_at[s + std::min(j + i, n - 1)];  // the last again: sums nobody reads
+      Floats acc[NQ][SOME] = {};
       for (int64_t d = 0; d + LANES <= D; d += LANES)
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < SOME; ++i) {
           const Floats b = widen(key[i] + d);
 #pragma GCC unroll 4
-          for (int m = 0; m < NQ; ++m) acc[m][i] += widen(query[m].q + d) * b;
+          for (int m = 0; m < NQ; ++m) acc[m][i] = fused(widen(query[m].q + d), b, acc[m][i]);
         }
 #pragma GCC unroll 4
       for (int m = 0; m < NQ; ++m)
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) dots[m][j + i] = acc[m][i];
+        for (int i = 0; i < SOME; ++i) dots[m][j + i] = acc[m][i];
     }
     for (int m = 0; m < NQ; ++m) {
       Floats total = sums(dots[m]);
@@ -582,14 +639,14 @@ void attend_some(const Query* query, const T* k, const T* v, const int64_t* k_at
       for (int i = 0; i < NV; ++i) {
         const Floats b = widen(v + v_at[s] + d + i * LANES);
 #pragma GCC unroll 4
-        for (int m = 0; m < NQ; ++m) acc[m][i] += scores[m * room + s] * b;
+        for (int m = 0; m < NQ; ++m) acc[m][i] = fused(Floats{} + scores[m * room + s], b, acc[m][i]);
       }
     }
     for (int m = 0; m < NQ; ++m)
       for (int i = 0; i < NV; ++i) store(query[m].out + d + i * LANES, acc[m][i] * share[m]);
   };
   int64_t d = 0;
-  for (; d + WIDE * LANES <= D; d += WIDE * LANES) mix.template operator()<WIDE>(d);
+  for (; d + SOME * LANES <= D; d += SOME * LANES) mix.template operator()<SOME>(d);
   for (; d + LANES <= D; d += LANES) mix.template operator()<1>(d);
   for (; d < D; ++d)
     for (int m = 0; m < NQ; ++m) {
@@ -774,10 +831,10 @@ struct Network : torch::CustomClassHolder {
     at::Tensor hidden_ = at::empty({M, inner});
     const int threads = at::get_num_threads();
     const bool few = M <= 2;  // each thread norms and rounds these for itself, which takes less than a wait
-    int64_t widest = 0;  // of what is multiplied, in pairs
+    int64_t widest = 0;  // of what is rounded before it is multiplied
     for (const Matrix* matrix : {&layers[0].qkv, &layers[0].o, &layers[0].down})
-      if (matrix->paired()) widest = std::max(widest, matrix->K() / 2);
-    std::vector<Pair> pairs_((few ? threads : 1) * M * widest);
+      if (matrix->paired()) widest = std::max(widest, matrix->K());
+    std::vector<Rounded> factors_((few ? threads : 1) * M * widest);
     at::Tensor normed_ = at::empty({few ? threads * M : M, C});
     float *x = x_.mutable_data_ptr<float>(), *qkv = qkv_.mutable_data_ptr<float>(), *y = y_.mutable_data_ptr<float>();
     float *up = up_.mutable_data_ptr<float>(), *hidden = hidden_.mutable_data_ptr<float>();
@@ -785,7 +842,7 @@ struct Network : torch::CustomClassHolder {
       Scratch scratch;
       std::vector<float> scores(QUERIES * (batch.longest + LANES));
       float* normed = normed_.mutable_data_ptr<float>() + (few ? team.id * M * C : 0);
-      Pair* pairs = pairs_.data() + (few ? team.id * M * widest : 0);
+      Rounded* factors = factors_.data() + (few ? team.id * M * widest : 0);
       auto norm = [&](const Norm& norm) {
         const auto [begin, end] = few ? std::pair<int64_t, int64_t>{0, M} : team.share(M, 1);
         for (int64_t m = begin; m < end; ++m) norm(x + m * C, C, normed + m * C);
@@ -795,10 +852,10 @@ struct Network : torch::CustomClassHolder {
         const auto [begin, end] = team.share(matrix.panels(), WIDE);
         if (matrix.paired()) {
           const auto [first, last] = few ? std::pair<int64_t, int64_t>{0, M} : team.share(M, 1);
-          matrix.pair(from, width, first, last, pairs);
+          matrix.round(from, width, first, last, factors);
           if (!few) team.wait();
         }
-        matrix.multiply(matrix.paired() ? static_cast<const void*>(pairs) : from, M, to, add, begin, end, scratch);
+        matrix.multiply(matrix.paired() ? static_cast<const void*>(factors) : from, M, to, add, begin, end, scratch);
         team.wait();
       };
       // Norms and turns the queries and the key of a head of token m, in place, and keeps the key and its value.
