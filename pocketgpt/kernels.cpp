@@ -963,7 +963,8 @@ TORCH_LIBRARY(pocketgpt, m) {
   m.def("rows(Tensor idx, Tensor w, Tensor? scale, int width) -> Tensor");
   m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? mask) -> Tensor");
   m.class_<Network>("Network")
-      .def(torch::init<std::vector<OptionalTensor>, std::vector<int64_t>, int64_t, int64_t, int64_t, std::string, bool, double>())
+      .def(torch::init<std::vector<OptionalTensor>, std::vector<int64_t>, int64_t, int64_t, int64_t, std::string, bool,
+                       double>())
       .def("run", &Network::run);
 }
 

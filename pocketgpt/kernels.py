@@ -60,7 +60,7 @@ def load(source: Path) -> str:
     library = cache_folder() / f"{source.stem}_{key[:16]}.so"
     try:
         if not library.exists():
-            print(f"building {source.name}, once, about ten seconds ...", file=sys.stderr)
+            print(f"building {source.name}, once, in ten to thirty seconds ...", file=sys.stderr)
             include = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
             with atomic_path(library) as temporary:
                 command = [cxx, *flags, *include, str(source), "-o", str(temporary), f"-L{root / 'lib'}"]
@@ -76,7 +76,7 @@ def load(source: Path) -> str:
 
 @cache
 def build() -> str:
-    """Have the kernels; about ten seconds, once a machine. Returns "" or why they are not there."""
+    """Have the kernels; ten to thirty seconds, once a machine. Returns "" or why they are not there."""
     global loaded
     if why := load(SOURCE):
         return why

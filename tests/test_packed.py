@@ -1,7 +1,10 @@
 """Packed weights and the C++ kernels against plain float32 arithmetic on the weights that they stand for."""
 
 import copy
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from pocketgpt.errors import UserError
 
 EXACT = 1e-5
 # The shapes that kernels.cpp runs in one call: all but those whose switches reach from block to block
+LEVELS = {"x86-64-v2": "avx2", "x86-64-v3": "avx512f", "x86-64-v4": "avx512_bf16"}  # and what tells a processor above
 IN_ONE_CALL = [name for name in SHAPES if name not in ("value residual", "x0 shortcut", "fast")]
 
 
@@ -37,6 +41,27 @@ def test_a_machine_with_a_compiler_builds_the_kernels() -> None:
         pytest.skip("no g++")
     assert kernels.build() == ""
     assert kernels.loaded
+
+
+@pytest.mark.parametrize("level", ["x86-64-v2", "x86-64-v3", "x86-64-v4"])
+def test_kernels_for_processors_with_smaller_vectors(level: str, tmp_path: Path) -> None:
+    """Vectors of 4, 8 and 16 floats: tests of this file once more, with what is compiled for less than this machine."""
+    gcc = shutil.which("g++")
+    if gcc is None or LEVELS[level] not in kernels.processor().split():
+        pytest.skip("no g++, or the machine is of this level itself")
+    wrapper = tmp_path / "g++"
+    wrapper.write_text(f'#!/bin/sh\nexec {gcc} "$@" -march={level}\n')
+    wrapper.chmod(0o755)
+    wanted = "(multiple or a_row_does or sums or attention_of or gqa-float32) and not smaller"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-n0", "--no-cov", __file__, "-k", wanted],
+        env={**os.environ, "CXX": str(wrapper), "POCKETGPT_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout
+    assert len(list((tmp_path / "cache").glob("kernels_*.so"))) == 1
 
 
 def test_without_a_compiler_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
