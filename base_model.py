@@ -181,10 +181,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float 
     if kernels.can_attend(q, k):
         return kernels.attend(q, k, v, mask)
     k, v = k.to(q.dtype), v.to(q.dtype)  # autocast or the cache may hold them in another type
-    plain = q.dtype == torch.bfloat16 and length > 1 and keys <= PLAIN_KEYS and not dropout
-    if plain and fused.serves(q):
+    plain = length > 1 and keys <= PLAIN_KEYS and not dropout
+    if plain and fused.serves(q) and q.dtype == fused.output_type(q):
         return fused.attention(q, k, v, mask)
-    if plain and q.device.type == "cpu":
+    if plain and q.dtype == torch.bfloat16 and q.device.type == "cpu":
         # Two plain matrix products, with the queries that share a key head in one of them: the fused kernel took twice
         # as long on the processor of docs/LOG.md. It saves the memory of the scores, which is small here.
         if mask is None:

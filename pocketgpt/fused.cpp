@@ -1,9 +1,9 @@
 // What a training step on a CPU does beside its matrix products, in one pass over memory each.
 //
 // In bfloat16 the products are fast, and what lies between them took half of the step (docs/LOG.md): torch's operators read and
-// write each activation several times, and convert it on the way. Here an activation is read once, computed with in
-// float32, and written once. Attention leaves out the keys that a block of queries cannot see. pocketgpt/fused.py has the formulas' names,
-// and the gradients' places; every function works on float32 as well, for tests.
+// write each activation several times, and convert it on the way. Here an activation, of bfloat16 or float32, is read once,
+// computed with in float32, and written once. Attention leaves out the keys that a block of queries cannot see.
+// pocketgpt/fused.py has the formulas' names, and the gradients' places.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/functional.h>
@@ -33,6 +33,12 @@ constexpr int64_t QUERIES = 128;  // per block of attention: fewer make small pr
 template <typename T>
 inline Floats load(const T* p, int64_t n = LANES) {
   return at::vec::convert<float>(at::vec::Vectorized<T>::loadu(p, n));
+}
+
+// e^v for results of type T: to 20 units in the last place of a float32 where they are rounded to bfloat16 anyway.
+template <typename T>
+inline Floats exponential(Floats v) {
+  return std::is_same_v<T, float> ? v.exp() : v.exp_u20();
 }
 
 template <typename T>
@@ -186,7 +192,10 @@ std::tuple<Tensor, Tensor> norm_rotate_backward(const Tensor& grad, const Tensor
   return {dx, dw.sum(0)};
 }
 
-inline Floats sigmoid(Floats v) { return Floats(1.0f) / (Floats(1.0f) + v.neg().exp_u20()); }
+template <typename T>
+inline Floats sigmoid(Floats v) {
+  return Floats(1.0f) / (Floats(1.0f) + exponential<T>(v.neg()));
+}
 
 // silu(gate) up, of equal shapes.
 Tensor swiglu(const Tensor& gate, const Tensor& up) {
@@ -199,7 +208,7 @@ Tensor swiglu(const Tensor& gate, const Tensor& up) {
     at::parallel_for(0, gate.numel(), 1 << 14, [&](int64_t begin, int64_t end) {
       parts(end - begin, [&](int64_t i, auto lanes) {
         const Floats v = load(g + begin + i, lanes);
-        store(out + begin + i, v * sigmoid(v) * load(u + begin + i, lanes), lanes);
+        store(out + begin + i, v * sigmoid<T>(v) * load(u + begin + i, lanes), lanes);
       });
     });
   });
@@ -215,7 +224,7 @@ std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& gat
     T *dg = dgate.mutable_data_ptr<T>(), *du = dup.mutable_data_ptr<T>();
     at::parallel_for(0, gate.numel(), 1 << 14, [&](int64_t begin, int64_t end) {
       parts(end - begin, [&](int64_t i, auto lanes) {
-        const Floats v = load(g + begin + i, lanes), y = load(d + begin + i, lanes), s = sigmoid(v);
+        const Floats v = load(g + begin + i, lanes), y = load(d + begin + i, lanes), s = sigmoid<T>(v);
         store(du + begin + i, y * v * s, lanes);
         store(dg + begin + i, y * load(u + begin + i, lanes) * s * (Floats(1.0f) + v * (Floats(1.0f) - s)), lanes);
       });
@@ -279,7 +288,7 @@ void probabilities(const Tensor& scores, const Pattern& pattern, int64_t from, i
       });
       const Floats top(at::vec::vec_reduce_all<float>([](Floats a, Floats b) { return at::vec::maximum(a, b); }, most));
       const float total = sum(n, [&](int64_t k, auto lanes) {
-        const Floats e = (load(s + k, lanes) - top).exp_u20();
+        const Floats e = exponential<T>(load(s + k, lanes) - top);
         store(s + k, e, lanes);
         return Floats::set(Floats(0.0f), e, lanes);
       });
@@ -416,7 +425,7 @@ Tensor cross_entropy_(const Tensor& logits, const Tensor& targets, double softca
         const float top = at::vec::vec_reduce_all<float>([](Floats a, Floats b) { return at::vec::maximum(a, b); }, most);
         const float chosen = cap > 0 ? e[target] : static_cast<float>(row[target]);
         const float total = sum(V, [&](int64_t i, auto lanes) {
-          const Floats x = ((cap > 0 ? load(e + i, lanes) : load(row + i, lanes)) - Floats(top)).exp_u20();
+          const Floats x = exponential<T>((cap > 0 ? load(e + i, lanes) : load(row + i, lanes)) - Floats(top));
           if (gradient) store(e + i, x, lanes);
           return Floats::set(Floats(0.0f), x, lanes);
         });

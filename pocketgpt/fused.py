@@ -1,8 +1,8 @@
-"""What a training step does beside its matrix products, for bfloat16 on CPUs: one pass over memory each, with gradients.
+"""What a training step does beside its matrix products, on CPUs: one pass over memory each, with gradients.
 
-The formulas are those of base_model.py and loss.py, computed in float32 between a bfloat16 that is read and one that is
-written (fused.cpp). They serve bfloat16 autocast on a CPU, where they take a third of the time of torch's operators
-(docs/LOG.md); in float32, on other devices, in a compiled network and without a C++ compiler torch's operators stay.
+The formulas are those of base_model.py and loss.py, computed in float32 whether float32 or bfloat16 is read and written
+(fused.cpp). They serve float32 and bfloat16 autocast on a CPU, where they take a third of the time of torch's operators
+(docs/LOG.md); on other devices, in a compiled network and without a C++ compiler torch's operators stay.
 """
 
 from __future__ import annotations
@@ -68,11 +68,17 @@ SHAPES: dict[str, Callable[..., Any]] = {
 }
 
 
+def output_type(x: Tensor) -> torch.dtype:
+    """What a step computes from x: numbers of autocast's type, or of its own."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+
+
 def serves(x: Tensor) -> bool:
     """Whether what follows is for this input, where it stands in the network."""
     if not loaded or x.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+    autocast = torch.is_autocast_enabled("cpu") and output_type(x) == torch.bfloat16
+    return autocast or output_type(x) == torch.float32
 
 
 class NormRotate(torch.autograd.Function):
@@ -99,24 +105,18 @@ class NormRotate(torch.autograd.Function):
         return dx, dw if weight is not None else None, None, None, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) weight over the last dimension: x (..., D) -> the same, of `dtype`."""
-    return NormRotate.apply(x.reshape(-1, 1, x.size(-1)), weight, None, None, eps, dtype).view(x.shape)
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) weight over the last dimension: x (..., D) -> the same."""
+    return NormRotate.apply(x.reshape(-1, 1, x.size(-1)), weight, None, None, eps, output_type(x)).view(x.shape)
 
 
-def norm_rotate(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    rope: tuple[Tensor, Tensor],
-    dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
+def norm_rotate(x: Tensor, weight: Tensor | None, eps: float, rope: tuple[Tensor, Tensor]) -> Tensor:
     """`rms_norm` of every head, unless weight is None, and then base_model.rotate: x (B, T, heads, head_dim) -> the same.
 
     rope: cosines and sines, (T, head_dim/2) or (B, 1, T, head_dim/2) each.
     """
     cos, sin = (part.contiguous() for part in rope)
-    return NormRotate.apply(x.flatten(0, 1), weight, cos, sin, eps, dtype).view(x.shape)
+    return NormRotate.apply(x.flatten(0, 1), weight, cos, sin, eps, output_type(x)).view(x.shape)
 
 
 class SwiGLU(torch.autograd.Function):

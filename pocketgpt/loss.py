@@ -37,7 +37,7 @@ def cross_entropy(logits: Tensor, ids: Tensor, softcap: float, needed: bool) -> 
     logits (M, vocabulary), whose place may be taken, ids (N,): rows from N on are padding, which has no gradient.
     """
     n = len(ids)
-    if fused.loaded and logits.dtype == torch.bfloat16 and logits.device.type == "cpu":
+    if fused.loaded and logits.dtype in (torch.float32, torch.bfloat16) and logits.device.type == "cpu":
         ids = F.pad(ids, (0, len(logits) - n), value=IGNORE)
         return fused.cross_entropy_(logits, ids, softcap, needed).sum(), logits if needed else None
     dtype, wanted = logits.dtype, ids[:, None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,16 +77,16 @@ QUINTICS = (
 )
 
 
-def orthogonalize(matrices: Tensor) -> Tensor:
-    """Newton-Schulz steps that bring all singular values near 1 (Jordan et al. 2024): (N, rows, columns), any type.
+def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Newton-Schulz steps that bring all singular values near 1 (Jordan et al. 2024): (N, rows, columns) of any type -> dtype.
 
-    Best with rows <= columns, for the smaller Gram matrix. In bfloat16 and in few steps: the result need not be
-    exact (docs/LOG.md).
+    Best with rows <= columns, for the smaller Gram matrix. In few steps, and in bfloat16 where products in it are fast: the
+    result need not be exact (docs/LOG.md).
     """
     at_once = max(1, CACHED // math.prod(matrices.shape[1:]))
     if matrices.device.type == "cpu" and len(matrices) > at_once:
-        return torch.cat([orthogonalize(some) for some in matrices.split(at_once)])
-    x = matrices.bfloat16()
+        return torch.cat([orthogonalize(some, dtype) for some in matrices.split(at_once)])
+    x = matrices.to(dtype)
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
     for a, b, c in QUINTICS:
         gram = x @ x.mT
@@ -115,6 +116,8 @@ class Muon(torch.optim.Optimizer):
             shapes.setdefault(tuple(sorted(parameter.shape)), []).append(parameter)
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "warmup": warmup}
         super().__init__([{"params": same} for same in shapes.values()], defaults)
+        fast = distributed.from_main(lambda: machine.multiplies_bfloat16(params[0].device))  # all send the same type
+        self.dtype = torch.bfloat16 if fast else torch.float32
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -136,9 +139,10 @@ class Muon(torch.optim.Optimizer):
             ahead = grads.lerp_(average, momentum)  # Nesterov's
             if divided:
                 owned = params[distributed.part(len(params), distributed.rank())]
-                updates = distributed.scattered(turned(orthogonalize(ahead), owned), params, torch.bfloat16)
+                mine = turned(orthogonalize(ahead, self.dtype), owned)
+                updates = distributed.scattered(mine, params, self.dtype)
             else:
-                updates = turned(distributed.divided(orthogonalize, ahead), params)
+                updates = turned(distributed.divided(partial(orthogonalize, dtype=self.dtype), ahead), params)
             weights = list(map(distributed.local, params))
             torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
             for parameter, weight, update in zip(params, weights, updates, strict=True):

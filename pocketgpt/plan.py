@@ -197,6 +197,8 @@ def step_memory(
         passing = max(passing, weights + everything / ranks)  # to evaluate and to save, every rank gathers all weights
         muons = parameter_groups(model)[0] if optim_config.name == "muon" else []
         sent = sum(parameter.nbytes for parameter in muons)  # gradients, to the owners of their matrices
+        if not machine.multiplies_bfloat16(device):  # then updates come back in float32, and take as much
+            sent *= 2
         weights, state, stepping = weights / ranks, state / ranks, (stepping + sent) / ranks
         gradients = gradients if accumulate else gradients / ranks  # which are summed after the last micro-batch
     return Memory(weights, gradients, state, activations, logits, passing, stepping, host)

@@ -214,7 +214,7 @@ def train(
     config.check()
     device = next(model.parameters()).device
     machine.keep_freed_memory()
-    if device.type == "cpu" and autocast_dtype(config, device) == torch.bfloat16 and (missing := fused.build()):
+    if device.type == "cpu" and (missing := fused.build()):
         log.say(f"the parts of a step between its products run on torch's operators: {missing}")
     trained = model if stage.network is None else stage.network
     optimizer = optim.Optimizer(trained, optim_config, config.lr)

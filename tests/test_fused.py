@@ -43,7 +43,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("width", [1, 12, 64, 200])
 def test_norm(width: int) -> None:
     assert_equal(
-        lambda x, w: fused.rms_norm(x, w, 1e-3, torch.float32),
+        lambda x, w: fused.rms_norm(x, w, 1e-3),
         lambda x, w: F.rms_norm(x, (width,), w, 1e-3),
         draw(3, 70, width),
         draw(width, seed=1),
@@ -62,7 +62,7 @@ def test_norm_and_rotation(normed: bool, width: int, rows: int) -> None:
         return rotate((F.rms_norm(x, (width,), weight, 1e-3) if normed else x).transpose(1, 2), rope)
 
     def ours(x: Tensor) -> Tensor:
-        return fused.norm_rotate(x, weight if normed else None, 1e-3, rope, torch.float32).transpose(1, 2)
+        return fused.norm_rotate(x, weight if normed else None, 1e-3, rope).transpose(1, 2)
 
     assert_equal(ours, plain, draw(3, 70, 5, width))
 
@@ -172,15 +172,28 @@ def test_threads_do_not_change_a_bit() -> None:
         for n in (1, 2):
             torch.set_num_threads(n)
             x, w = draw(500, 24), draw(24, seed=1)
-            found.append(both(lambda x, w: fused.rms_norm(x, w, 1e-6, torch.float32), x, w))
+            found.append(both(lambda x, w: fused.rms_norm(x, w, 1e-6), x, w))
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     finally:
         torch.set_num_threads(threads)
 
 
-def test_it_serves_bfloat16_autocast_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_step_in_float32_is_that_of_torchs_operators(shape: str) -> None:
+    model = tiny(**SHAPES[shape])
+    exact, right = gradients(model, True, torch.float32)
+    loss, found = gradients(model, False, torch.float32)
+    assert loss == pytest.approx(exact, rel=1e-6)
+    assert found.keys() == right.keys()
+    for name, g in found.items():
+        assert max_diff(g, right[name]) <= 1e-5 * max(1e-2, float(right[name].abs().max())), name
+
+
+def test_it_serves_float32_and_bfloat16_autocast_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     x = draw(2, 3)
-    assert not fused.serves(x)
+    assert fused.serves(x)
+    assert not fused.serves(x.double())
+    assert not fused.serves(x.bfloat16())  # then weights are too
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert fused.serves(x)
         assert not fused.serves(x.to("meta"))

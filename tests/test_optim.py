@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from base_model import GPT, PRESETS
-from pocketgpt import optim
+from pocketgpt import device as machine
+from pocketgpt import kernels, optim
 from pocketgpt.errors import UserError
 from pocketgpt.optim import OptimConfig, Optimizer, lr_scale, parameter_groups
 
@@ -127,6 +128,7 @@ def test_muon_is_for_the_matrices_of_blocks_and_makes_their_update_nearly_orthog
 
 def test_muon_is_that_of_torch_but_for_the_quintics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optim, "QUINTICS", ((3.4445, -4.7750, 2.0315),) * 5)  # of Jordan et al., in torch's Muon
+    monkeypatch.setattr(machine, "multiplies_bfloat16", lambda device: True)  # as torch's does, fast or not
     ours, theirs = tiny(), tiny()
     optimizer = Optimizer(ours, config(**MUON), lr=0.01)
     matrices = [p for name, p in theirs.named_parameters() if name.startswith("blocks.") and p.dim() == 2]
@@ -178,13 +180,42 @@ def test_singular_values_go_near_1_and_their_vectors_stay(
     values[rank:] = 0
     values /= values.norm()
     matrix = (u * values @ v.T * 10**scale)[None]
-    with pytest.MonkeyPatch.context() as exactly:
-        exactly.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
-        among = u.T @ optim.orthogonalize(matrix)[0] @ v
+    among = u.T @ optim.orthogonalize(matrix, torch.float64)[0] @ v
     found = among.diagonal()
     assert found[:rank].min() > 0.778 and found.max() < 1.222
     assert (among - found.diag()).abs().max() < 1e-9
     assert torch.linalg.svdvals(optim.orthogonalize(matrix)[0].float()).max() < 1.4
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
+        ("flags : fpu avx avx2 fma", torch.float32),
+        ("flags : fpu avx2 avx512f avx512vl avx512_vnni", torch.float32),
+        ("flags : fpu avx512f avx512_bf16", torch.bfloat16),
+        ("flags : fpu amx_bf16 amx_tile", torch.bfloat16),
+        ("Features : fp asimd bf16", torch.float32),  # not known to be fast there
+        ("", torch.float32),
+    ],
+)
+def test_muon_computes_in_bfloat16_only_where_the_processor_does(
+    flags: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Emulated products made a step of the demo's model take four times as long."""
+    monkeypatch.setattr(kernels, "processor", lambda: flags)
+    machine.multiplies_bfloat16.cache_clear()
+    computed: list[torch.dtype] = []
+    original = torch.baddbmm
+    monkeypatch.setattr(torch, "baddbmm", lambda x, *rest, **how: computed.append(x.dtype) or original(x, *rest, **how))
+    try:
+        model = tiny()
+        optimizer = Optimizer(model, config(**MUON), lr=0.01)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step(1.0)
+        assert set(computed) == {dtype}
+    finally:
+        machine.multiplies_bfloat16.cache_clear()
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 5])

@@ -197,6 +197,7 @@ def four() -> Iterator[None]:
     distributed.mesh.cache_clear()
 
 
+@pytest.mark.parametrize("bfloat16", [True, False])  # in which Muon computes
 @pytest.mark.parametrize(
     ("optimizer", "recompute", "accumulate", "changes"),
     [
@@ -207,8 +208,15 @@ def four() -> Iterator[None]:
     ],
 )
 def test_planned_memory_of_a_divided_model_is_what_a_step_takes(
-    four: None, optimizer: str, recompute: bool | str, accumulate: bool, changes: dict[str, Any]
+    four: None,
+    optimizer: str,
+    recompute: bool | str,
+    accumulate: bool,
+    changes: dict[str, Any],
+    bfloat16: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(machine, "multiplies_bfloat16", lambda device: bfloat16)
     settings, micro_batches, float32 = optim_of(optimizer), 1 + accumulate, torch.float32
     size = tiny_config(**SMALL | changes)
 
